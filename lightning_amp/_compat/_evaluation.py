@@ -15,7 +15,7 @@ class LoggedSum(NamedTuple):
     value: Tensor
     """The sum over batches on the device; for a maximum or minimum the value itself."""
     weight: Tensor | None
-    """The number of rows, which divides the sum in the end. `None` for sums, maxima and minima."""
+    """The number of rows, by which the sum is divided in the end. `None` for sums, maxima and minima."""
     adds_up: bool
 
 

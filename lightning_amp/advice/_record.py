@@ -90,7 +90,7 @@ class Allocation:
     is_cast: bool = False
 
     def freed(self, moment: int) -> None:
-        """Note when the memory was freed."""
+        """Record when the memory was freed."""
         self.end = moment
 
 

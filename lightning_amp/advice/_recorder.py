@@ -129,7 +129,7 @@ class Recorder:
             self._called = before
 
     def _note_wait(self, what: str) -> None:
-        """Note that the host waits here."""
+        """Record that the host waits here."""
         if called_by_optimizer():
             return
         place, is_own = running_place(self._boundary)

@@ -156,7 +156,7 @@ class GradientMonitor(Callback):
         """Draw a heat map over modules and steps.
 
         Args:
-            path: Where to save the picture too, also a URL.
+            path: Path or URL to also save the picture to.
             quantity: `"headroom_bits"` (red: overflows, white: just fits, pale blue: room), `"underflow_fraction"`,
                 `"subnormal_fraction"`, `"sqnr_db"`, `"cosine"` or `"fp8_underflow_fraction"`.
             max_rows: The most rows to draw: the worst ones, by their worst step. `None` draws all.

@@ -92,7 +92,7 @@ class MethodOverride(InPlace):
         functools.update_wrapper(self, inner, updated=())
 
     def note_call(self) -> None:
-        """Note that it has run, for :func:`not_run`."""
+        """Record that the override has run, for :func:`not_run`."""
         self.ran.set()
         if torch.compiler.is_compiling():
             self.traced.set()

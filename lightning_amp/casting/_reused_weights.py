@@ -281,7 +281,7 @@ class _Copy:
     def is_current(self) -> bool:
         """Return whether the parameter has not been edited.
 
-        An edit through `.data` changes nothing but the values. On the CPU a sample of them is compared. On other
+        An edit through `.data` changes only the values. On the CPU a sample of them is compared. On other
         devices that would wait for the device, so such an edit is seen after the next backward or optimizer step only.
         """
         parameter = self._parameter

@@ -157,7 +157,7 @@ class PrecisionReport:
         is, fits a phone, and prints.
 
         Raises:
-            ModuleNotFoundError: Without Jinja2, which torch brings.
+            ModuleNotFoundError: If Jinja2 is not installed (torch installs it).
 
         """
         text = views.page(self._judgement)

@@ -65,7 +65,7 @@ class ScalerByHand:
         return scaled
 
     def _follow(self, output: Any, scaled: Any, scale: Tensor) -> None:
-        """Note the backward of each loss when it begins."""
+        """Record the beginning of the backward of each loss."""
         if not isinstance(scaled, Tensor):
             for one, its_scaled in zip(output, scaled, strict=True):
                 self._follow(one, its_scaled, scale)

@@ -66,7 +66,7 @@ class Ledger:
     def go_on_in(
         self, choice: Choice, scaler: torch.amp.GradScaler | None, on_stuck: Callable[[str], None] | None
     ) -> None:
-        """Note the precision of the next steps, and the function to call if they are stuck."""
+        """Record the precision of the next steps, and the function to call if they are stuck."""
         self.log.go_on_in(cast(StepPrecision, choice.name), _skip_limit(scaler), on_stuck)
 
     def so_far(self, scaler: torch.amp.GradScaler | None) -> tuple[int, int, StepRecord | None]:

@@ -195,7 +195,7 @@ def require_trainer(plugin: Any, module: Any) -> None:
 def _has_trainer(module: LightningModule) -> bool:
     try:
         return isinstance(module.trainer, Trainer)
-    except RuntimeError:  # Lightning's own, if the module has none
+    except RuntimeError:  # Lightning's own error, if the module has no Trainer
         return False
 
 

@@ -59,7 +59,7 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         Several loaders are drawn as lines in one panel; a tolerance is a band. Needs matplotlib.
 
         Args:
-            path: Where to save the figure, also a URL, in the format of the suffix. Default: do not save it.
+            path: Path or URL of a file for the figure, in the format of its suffix. Default: do not save it.
             max_rows: The most metrics to show: the worst, as in `to_text`. `None`: all.
         """
         from lightning_amp.reports._comparison_plot import plot_comparison

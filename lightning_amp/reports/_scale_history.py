@@ -262,9 +262,10 @@ class ScaleHistory(Table[StepRecord]):
             replay = ScaleHistory.from_csv("logs/scale_history.csv").replay(growth_interval=4)
             print(replay.num_skipped, replay.decided_fraction)
 
-        Each step of the replay uses the rule of :class:`~lightning_amp.DynamicLossScaler` itself. The policy that
-        recorded the run gives the recorded scales again, unless something else set the scale. A resumed run with other
-        settings sets it; a float16 loss also does, because it lowers `max_scale` (pass `max_scale=2**15`).
+        Each step of the replay uses the rule of :class:`~lightning_amp.DynamicLossScaler` itself. A replay of the
+        recorded policy itself gives the recorded scales, unless the scale was also changed in another way. A resumed
+        run with other settings changes it; a float16 loss also does, because it lowers `max_scale` (pass
+        `max_scale=2**15`).
 
         If the run fell back to another precision (`AmpPrecision(fallback=...)`), only the part before it is replayed.
 
@@ -312,7 +313,7 @@ class ScaleHistory(Table[StepRecord]):
         A vertical line marks where a stuck run went on in another precision.
 
         Args:
-            path: Where to save the picture too, also a URL.
+            path: Path or URL to also save the picture to.
 
         Raises:
             ModuleNotFoundError: If matplotlib is not installed (`pip install matplotlib`).

@@ -84,11 +84,11 @@ class BackwardWatch:
         return self._plugins_scale
 
     def begin(self, scale: Tensor) -> None:
-        """Note that the plugin begins the backward of a loss that it has multiplied by `scale` []."""
+        """Record that the plugin begins the backward of a loss that it has multiplied by `scale` []."""
         self._plugins_scale = scale
 
     def end(self) -> None:
-        """Note that the plugin's backward is over."""
+        """Record the end of the plugin's backward."""
         self._plugins_scale = None
 
     @property
@@ -97,7 +97,7 @@ class BackwardWatch:
         return self._plugins_scale is not None
 
     def begin_by_hand(self, scale: Tensor) -> None:
-        """Note, inside the user's own backward, that its loss was multiplied by `scale` []."""
+        """Record, inside the user's own backward, that its loss was multiplied by `scale` []."""
         self._by_hand = _torch.backward_number(), scale
 
     def came_plain(self, optimizer: Optimizer) -> bool:

@@ -79,7 +79,7 @@ class CommonScale:
     # -- backward: carry -----------------------------------------------------------------------------------------------
 
     def add_loss(self, loss: Tensor) -> None:
-        """Note the loss of the next backward."""
+        """Record the loss of the next backward."""
         for state in self._states.values():
             state.add_loss(loss, may_have_none=self._all_reduce_max is not None)
 

@@ -118,7 +118,7 @@ class GradientState:
     # -- around the backward -------------------------------------------------------------------------------------------
 
     def add_loss(self, loss: Tensor, *, may_have_none: bool) -> None:
-        """Note the loss, of any shape, of the next backward, and forget the last check.
+        """Record the loss, of any shape, of the next backward, and forget the last check.
 
         `may_have_none` is true if this rank may hold no shard of the parameters, and therefore never have gradients.
         """
@@ -283,7 +283,7 @@ class GradientState:
         return self._may_move_first and (self._closure_calls is None or self._closure_calls > 1)
 
     def note_closure_calls(self, count: int) -> None:
-        """Note how often a step has called its closure, even if the step failed."""
+        """Record how often a step has called its closure, even if the step failed."""
         self._closure_calls = count
 
     def release(self) -> None:

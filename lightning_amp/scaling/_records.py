@@ -115,12 +115,12 @@ class StepResult:
         self.reported_bad_loss = self.bad_loss
 
     def note(self, skip: bool, bad_loss: bool) -> None:
-        """Note both flags as the host has read them."""
+        """Record both flags after the host has read them."""
         self.skip = Skip.YES if skip else Skip.NO
         self.reported_bad_loss = Skip.YES if bad_loss else Skip.NO
 
     def complete(self, next_scale: Tensor | None) -> None:
-        """Note the loss scale of the next step, []."""
+        """Record the loss scale of the next step, []."""
         self.next_scale = next_scale
 
     def gradient_overflow(self, device: torch.device) -> Tensor:
@@ -256,7 +256,7 @@ class RecordLog:
     def go_on_in(
         self, precision: StepPrecision, max_consecutive_skips: int, on_stuck: Callable[[str], None] | None = None
     ) -> None:
-        """Note the precision of the steps to come. The caller has read back all earlier records.
+        """Record the precision of the steps to come. The caller has read back all earlier records.
 
         Args:
             precision: The precision of the steps to come.

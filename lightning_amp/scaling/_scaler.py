@@ -30,7 +30,7 @@ POLICY_SETTINGS = ("init_scale", *_POLICY, *_LIMITS)
 
 
 def _remembers_its_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """Note in `_explicit` which arguments the caller gave.
+    """Record in `_explicit` which arguments the caller gave.
 
     On a resume, they override the checkpoint; defaults do not.
     """

@@ -1,7 +1,8 @@
 """Run the optimizer steps of a fit: unscale the gradients, check whether they are finite, and step or skip.
 
 A batch calls :meth:`OptimizerSteps.scale_loss`, runs the backward, then calls :meth:`OptimizerSteps.step` and
-:meth:`OptimizerSteps.finish_batch`. This file is torch only; `precision/_events.py` lists the order of events.
+:meth:`OptimizerSteps.finish_batch`. This file does not import Lightning; `precision/_events.py` lists the order of
+events.
 """
 
 from __future__ import annotations
@@ -261,7 +262,7 @@ class _Step:
         self._on_device = False
 
     def run(self, kwargs: dict[str, Any]) -> Any:
-        """Call `optimizer.step`. Return its output, or on a skip the output of the closure."""
+        """Call `optimizer.step`. Return the output of that call, or on a skip the output of the closure."""
         optimizer = self._state.optimizer
         try:
             if self._state.takes_closure:

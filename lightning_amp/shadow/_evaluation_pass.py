@@ -23,7 +23,7 @@ from lightning_amp.shadow._shadow import Shadow
 from lightning_amp.tracing import RandomState, fp32_throughout, full_precision, paired_random
 
 Stage = Literal["validation", "test"]
-"""The stage in the names of hooks, `on_test_batch_start`, and steps, `test_step`."""
+"""The stage, as it appears in the names of hooks (`on_test_batch_start`) and steps (`test_step`)."""
 
 EVALUATION_FILE = __file__
 """File that calls the step: an `OperationWatch` searches for the user's line in the frames inside of it."""

@@ -55,7 +55,7 @@ class FirstBatches:
             self.kept.append(kept)
 
     def note_sums(self, amp: Any, fp32: Any) -> None:
-        """Note the values that two trainers, or views of one, have logged since the last batch was added."""
+        """Record the values that two trainers, or views of one, have logged since the last batch was added."""
         idx = self._loader_idx
         self._sums.setdefault(idx, []).append((_evaluation.logged_sums(amp, idx), _evaluation.logged_sums(fp32, idx)))
 

@@ -70,7 +70,7 @@ class KeptBuffers:
         self._had_backward = False
 
     def note_backward(self) -> None:
-        """Note that the training step had a backward."""
+        """Record that the training step had a backward."""
         self._had_backward = True
         if isinstance(self._window, _Open) and not self._window.will_step:
             self._window = _Open(self._window.snapshot, will_step=True)

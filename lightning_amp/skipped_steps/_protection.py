@@ -71,11 +71,11 @@ class SkipProtection:
             buffers.enter_step()
 
     def leave_step(self) -> None:
-        """Note the end of a training step. In automatic optimization its backward and optimizer step come later."""
+        """Record the end of a training step. In automatic optimization its backward and optimizer step come later."""
         self._inside_manual_step = False
 
     def note_backward(self) -> None:
-        """Note that the training step had a backward, so an optimizer step will follow."""
+        """Record that the training step had a backward, so an optimizer step will follow."""
         for buffers in self._buffers:
             buffers.note_backward()
 

@@ -65,7 +65,7 @@ class HeldSchedules:
             self._hook.install()
 
     def observe(self, optimizer: Optimizer, skip: Skip) -> None:
-        """Note whether a step was skipped."""
+        """Record whether a step was skipped."""
         for tally in self._tallies.values():
             if tally.optimizer is optimizer:
                 tally.skips.append(skip)

@@ -51,8 +51,8 @@ class _WithoutHalves(_modules.DispatchMode):
         with _modules.outside_function_modes() if getattr(func, "namespace", "") == "aten" else nullcontext():
             result = func(*fp32_args, **fp32_kwargs)
         if getattr(func, "overloadpacket", None) is torch.ops.aten.to and result is args[0]:
-            # In inference mode, a cast is a single operation. The cast that was left out must be a copy: code may edit
-            # it.
+            # In inference mode, a cast is a single operation. If a requested copy is left out with its cast, copy the
+            # tensor, because code may edit it.
             return result.clone()
         return result
 
@@ -73,8 +73,8 @@ def _kept(func: Any) -> frozenset[int | str] | None:
 class Fp32Draws(_modules.DispatchMode):
     """Context that draws random numbers for a half-precision tensor in float32, and rounds them.
 
-    On the CPU `torch.randn_like(x)` draws other numbers for another dtype of `x`. Without this context a step in mixed
-    precision and the same step in fp32 would differ by that noise.
+    On the CPU, the numbers that `torch.randn_like(x)` draws depend on the dtype of `x`. Without this context a step in
+    mixed precision and the same step in fp32 would differ by that noise.
     """
 
     supports_higher_order_operators = True

@@ -116,7 +116,7 @@ class OperationCall:
         return self.key.name
 
     def gives(self, dtype: torch.dtype) -> None:
-        """Note the dtype of the result, without waiting for the result."""
+        """Record the dtype of the result, without waiting for the result."""
         self.dtype = dtype
 
     @torch.no_grad()
@@ -132,7 +132,7 @@ class OperationCall:
         self.facts = facts_of(self.known_as, args, kwargs)
 
     def came_from(self, calls: Iterable[OperationCall | None]) -> None:
-        """Note the operations that made its non-finite inputs."""
+        """Record the operations that made the non-finite inputs."""
         self.sources = list({id(c): c for c in calls if c is not None and c is not self}.values())
 
     @property

@@ -109,7 +109,7 @@ class OperationWatch(TorchFunctionMode):
             held.clear()
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note the operation that made a loss, before its backward, if this is the first non-finite loss."""
+        """Record the operation that made a loss, before its backward, if this is the first non-finite loss."""
         if self.made_loss is None and not is_finite(loss):
             self.made_loss = self.maker(loss)
 
@@ -167,7 +167,7 @@ class OperationWatch(TorchFunctionMode):
     def _before(
         self, key: Key, module: str | None, known: Known, args: Any, kwargs: Any
     ) -> tuple[OperationCall, list[Tensor]]:
-        """Note an operation that is about to run; return it and its inputs, with copies of those it overwrites."""
+        """Record an operation that is about to run; return it and its inputs, with copies of those it overwrites."""
         inputs = floating(args, kwargs)
         self._claim_inputs(inputs, key.place)
         pole = pole_of(known.known_as, args, kwargs)
@@ -274,7 +274,7 @@ class OperationWatch(TorchFunctionMode):
             queue += [inner for inner, _ in node.next_functions]
 
     def note_backward(self, call: OperationCall, computed: Any, arrived: Any) -> None:
-        """Note the backward of a node if its gradient is the first that is not finite."""
+        """Record the backward of a node if its gradient is the first that is not finite."""
         if self.first_backward is not None or self.made_loss is not None:
             return
         with _modules.outside_function_modes(), _modules.outside_transforms():

@@ -54,7 +54,7 @@ def page(report: Judgement) -> str:
     """Write the page.
 
     Raises:
-        ModuleNotFoundError: Without Jinja2, which torch brings.
+        ModuleNotFoundError: If Jinja2 is not installed (torch installs it).
 
     """
     try:

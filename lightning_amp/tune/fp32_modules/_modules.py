@@ -1,4 +1,4 @@
-"""Note which modules run in a step and how far their outputs are from fp32, and arrange them as a tree."""
+"""Record which modules run in a step and how far their outputs are from fp32, and arrange them as a tree."""
 
 from __future__ import annotations
 
