@@ -73,8 +73,8 @@ def _why_not_logged(
     test.
 
     The sanity check may lack a metric that a later validation logs. In the sanity check, a name is accepted if the
-    module's code contains it, and all names if that code reads `sanity_checking`. A name that was logged for each
-    loader (`<name>/dataloader_idx_0`) is never accepted.
+    module's code contains it. If that code reads `sanity_checking`, all names are accepted. A name that was logged for
+    each loader (`<name>/dataloader_idx_0`) is never accepted.
     """
     if is_overridden("validation_step" if stage == "test" else "test_step", module):
         names = [name for name in names if ("test" in name.lower()) == (stage == "test")]

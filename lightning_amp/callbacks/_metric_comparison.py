@@ -75,9 +75,9 @@ class MetricComparison(Callback):
     logger and trainer attributes. User code outside of the module (prints, files, global variables) runs twice in a
     compared validation. The shadow leaves out an attribute that cannot be copied (an open file, a generator). If
     `validation_step` uses it, the callback names it and stops comparing. Forward hooks run in the shadow too, because
-    they may change its results. They see copies of objects on the module, and the originals of objects that cannot be
-    copied or are elsewhere. Weights, buffers and batches in half precision are upcast for the fp32 side; there, casts
-    to half precision in your code (`x.bfloat16()`) leave float32.
+    they may change its results. Objects on the module are copies there. Objects that cannot be copied, or that do not
+    belong to the module, are the originals. Weights, buffers and batches in half precision are upcast for the fp32
+    side; there, casts to half precision in your code (`x.bfloat16()`) leave float32.
 
     Cost: a compared validation takes the fp32 pass and one copy of parameters, buffers, metric states and other
     attributes; it takes the memory of this copy, one batch, and the activations of one fp32 step. It does not stop the

@@ -56,9 +56,9 @@ class ScaleMonitor(Callback):
     At the end of fit one line sums up: `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`.
 
     With :class:`~lightning_amp.AmpPrecision` the monitor reads the plugin's records, which are exact, in every
-    precision. With Lightning's own `MixedPrecision` or `FSDPPrecision` it watches their `GradScaler`, and takes a fall
-    of the scale for a skip. It misses a skip that does not lower the scale. With any other plugin it logs one line and
-    does nothing.
+    precision. With Lightning's own `MixedPrecision` or `FSDPPrecision` it watches their `GradScaler`, and counts each
+    fall of the scale as a skip. It misses a skip that does not lower the scale. With any other plugin it logs one line
+    and does nothing.
 
     Args:
         log_every_n_steps: Optimizer steps between two log points; `None` takes the Trainer's `log_every_n_steps`.

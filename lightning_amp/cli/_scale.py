@@ -63,7 +63,7 @@ def _run(request: Request) -> Outcome:
 
 
 def _policy(settings: Sequence[str]) -> dict[str, float]:
-    """Read `name=value` pairs and check that a policy can have them."""
+    """Read `name=value` pairs, and check that they are settings of a policy."""
     policy: dict[str, float] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")

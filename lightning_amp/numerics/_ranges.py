@@ -23,10 +23,10 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def underflow_counts(values: Tensor, number_format: str = "fp16", scale: float | Tensor = 1.0) -> Tensor:
-    """Count the values that become zero, that become subnormal, and that are not skipped: int64, shape [3].
+    """Count the values that become zero, the values that become subnormal, and all values: int64, shape [3].
 
     The values are multiplied by `scale`, a float or a tensor [], and rounded exactly as by a conversion to the format.
-    Zeros and non-finite values are skipped. The counts of several tensors add up.
+    Zeros and non-finite values are left out of all counts. The counts of several tensors add up.
     """
     fits = FORMATS[number_format]
     values = values.detach()

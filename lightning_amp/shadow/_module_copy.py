@@ -60,8 +60,8 @@ def copy_module(module: LightningModule, memo: dict[int, Any], *, upcast: bool =
     Parameters (without gradients and hooks), buffers, metric states, lists and other attributes are copied deeply.
     Parts that are compiled in the module are not compiled in the copy. Bound methods and closures that refer to the
     module (a forward hook that appends to `self.features`) refer to the copy. Data sets, loaders, optimizers and
-    callbacks that the module holds are shared. Objects that cannot be copied are shared with the hooks of the copy
-    only.
+    callbacks that the module holds are shared. Objects that cannot be copied are shared, but only hooks of the copy may
+    use them.
 
     Args:
         module: The module; unchanged.
