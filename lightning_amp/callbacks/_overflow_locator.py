@@ -315,7 +315,7 @@ class OverflowLocator(Callback):
             _messages.warn(f"`OverflowLocator`: {text}")
 
     def _report(self, trainer: Trainer, module: LightningModule, mine: Explained) -> None:
-        """Report a step to all ranks. All ranks call for the same step, because they agree on skips."""
+        """Report a step to all ranks. All ranks make this call for the same step, because they agree on skips."""
         report = mine.report
         if report.cause == "weights" and not report.note:
             report = replace(report, note=self._early_checks.bad_setting)

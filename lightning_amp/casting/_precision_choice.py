@@ -112,7 +112,7 @@ def our_name(spelling: str) -> str:
 
 
 def parse_precision(value: Any, argument: str = "precision") -> Precision:
-    """Return our name for any spelling of a precision; raise a `ValueError` with the legal ones for anything else."""
+    """Return our name for any spelling of a precision; raise a `ValueError` with the legal spellings if it is none."""
     try:
         known = None if isinstance(value, bool) else _SPELLINGS.get(value)
     except TypeError:  # unhashable
@@ -166,7 +166,7 @@ def _say_speed(kind: ProbeKind, speed: SpeedComparison) -> str:
         return f"bf16 {kind} run {speed.in_words('fp32')} here"
     if speed.num_repetitions < 3:
         return f"too busy to measure bf16 {kind}"
-    return f"bf16 {kind} beside fp32 here: {speed}"
+    return f"bf16 {kind} compared with fp32 here: {speed}"
 
 
 def _autocast_runs(device: torch.device, dtype: torch.dtype) -> bool:

@@ -55,7 +55,7 @@ class Fp8:
             f" FLOPs, {name_of(recipe)})"
         )
         if converted:
-            self.summary += f" beside {converted} that you converted yourself"
+            self.summary += f" in addition to {converted} that you converted yourself"
         _warn(module, recipe, device)
 
     def finish(self) -> None:

@@ -105,7 +105,7 @@ def _say(module: LightningModule, half: dict[str, str], result: Upcast) -> None:
     verb = "stays" if frozen == 1 else "stay"
     stay = f" {counted(frozen, 'frozen parameter')} {verb} in half precision." if frozen else ""
     _messages.info(
-        f"lightning_amp: {values} became float32{buffers}: {memory(result.num_bytes)} more, beside gradients and"
+        f"lightning_amp: {values} became float32{buffers}: {memory(result.num_bytes)} more, plus gradients and"
         f" optimizer state in float32.{stay}"
     )
 

@@ -108,7 +108,7 @@ class BackwardWatch:
     def scale_of(self, optimizer: Optimizer, known: Mapping[int, Tensor]) -> Tensor | None:
         """Return the scale [] of an unknown optimizer's gradients; `None` if these gradients are true gradients.
 
-        `known` maps the ids of parameters that a known optimizer also has to the scales of their gradients.
+        `known` has the scale of each gradient that also belongs to a known optimizer, by the id of the parameter.
         """
         mine = [p for p in parameters(optimizer) if p.grad is not None]
         if mine and self.scale is not None:

@@ -39,7 +39,7 @@ class ReplayedRun(NamedTuple):
 
 
 def scaler_of_policy(policy: Mapping[str, Any], first_scale: float) -> DynamicLossScaler:
-    """Return a scaler with these settings, which starts at `first_scale`, clamped.
+    """Return a scaler with these settings, which starts at `first_scale`, clamped to the limits.
 
     Raise an error for unknown names and wrong values.
     """

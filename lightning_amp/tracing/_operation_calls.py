@@ -142,7 +142,7 @@ class OperationCall:
 
     @property
     def chain(self) -> list[OperationCall]:
-        """Return all operations that its non-finite values went through, in order; itself last."""
+        """Return all operations through which its non-finite values went, in order; itself last."""
         found: dict[int, OperationCall] = {self.number: self}
         queue: list[OperationCall] = [self]
         while queue:

@@ -166,7 +166,7 @@ def _message(request: Request, answer: _Answer, num_tried: int) -> str:
     if not answer.distance.metrics:
         why = "the module logs nothing in validation" if answer.num_validation else "there is no validation"
         seen = f"{answer.num_training} training batches, gradients alone: {why}"
-    own = " beside your own rules" if request.rules else ""
+    own = " in addition to your own rules" if request.rules else ""
     if not answer.rules:
         return f"Nothing{own} needs fp32: in {request.name!r} {answer.without.describe()} ({seen})."
     what = listed([repr(rule) for rule in answer.rules], most=5)
