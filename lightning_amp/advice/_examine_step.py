@@ -55,7 +55,7 @@ def examine_step(
     start = RandomState.capture(device.type)
 
     def own() -> LightningModule:
-        with paired_random(device.type, start):  # a factory may draw how deep its network is
+        with paired_random(device.type, start):  # a factory may choose the depth of its network at random
             return own_module(make_module)
 
     with ExitStack() as stack:

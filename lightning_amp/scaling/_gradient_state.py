@@ -75,7 +75,7 @@ class GradientState:
         loss_probe: A value [] that is finite exactly if all losses since the last step were; `None` before the first.
         has_gradients: Whether any rank has gradients, as of the last check.
         bad_loss: Whether `loss_probe` is not finite, if the host has read it together with `found_inf`; else `None`.
-            The probe stays on its device, since copying it back there would be another wait.
+            The probe stays on its device, because copying it back to the device would wait for it again.
         decides_on_device: Whether the optimizer is fused and reads `found_inf` on the device.
         always_calls_closure: Whether the optimizer is torch's own, which calls a closure that it is given.
         takes_closure: Whether `optimizer.step` accepts a closure.

@@ -231,7 +231,7 @@ class Trace(TorchFunctionMode):
         return {arrival.place for arrival in self.arrivals if arrival.in_half and not arrival.is_inner}
 
     def gradients_in_half(self, half_places: set[GradientPlace]) -> list[Arrival]:
-        """Return the gradients that fp16 would have to hold: of parameters, and at `half_places`.
+        """Return the gradients that have to fit into fp16: gradients of parameters, and gradients at `half_places`.
 
         Without `half_places`, from a run in fp32, all gradients count except gradients of scalars, because the gradient
         of a loss is fp32, and as large as the scale. Inner gradients do not count, because the scale does not multiply

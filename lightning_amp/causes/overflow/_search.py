@@ -259,7 +259,7 @@ class _StepInFp32(NamedTuple):
 
     found: Diagnosis  # an intended mask is not a cause
     watch: OperationWatch
-    largest: float | None  # the largest true gradient that fp16 would have to hold
+    largest: float | None  # the largest true gradient that has to fit into fp16
 
 
 def _run_in_fp32(

@@ -43,7 +43,7 @@ def find_batch_size(
     module's own batch size and another one; a line through their two memory peaks predicts the size for the third run.
     If that size exceeds the limit, or the line was not straight, the search goes on. It ends when at most one percent
     can be gained, or after ten runs in a precision. The returned size was run, and its run was within the limit. A size
-    of 64 or more is rounded down to a multiple of 8, because tensor cores are fast with such sizes; this costs an
+    of 64 or more is rounded down to a multiple of 8, because tensor cores are fast with such multiples; this costs an
     eighth at most. It never exceeds the number of rows.
 
     As Lightning's own finder does, it sets the attribute `batch_size`, or `hparams.batch_size`, of the data module and

@@ -199,7 +199,7 @@ def _num_rows(loader: Any) -> int | None:
 
 
 def _free_gib(device: torch.device) -> float | None:
-    """Return the memory that this process can use: the free memory and its own."""
+    """Return the memory that this process can use: the free memory and the memory that it already holds."""
     if device.type == "cpu":
         return None
     backend: Any = torch.get_device_module(device.type)
