@@ -12,7 +12,7 @@ from lightning_amp._text import literal
 def require(fine: bool, name: str, rule: str, value: object, next_step: str = "", *, none: str = "") -> None:
     """Raise "`name` must be `rule`, got `value`. `next_step`" unless the argument is `fine`.
 
-    If `None` is legal, `none` ends the rule and says its meaning: "or `None` for all".
+    If `None` is legal, `none` is appended to the rule and explains what `None` means: "or `None` for all".
     """
     if not fine:
         whole = f"{rule}, {none};" if none else f"{rule},"
@@ -28,7 +28,7 @@ def require_number(name: str, value: Any, least: float, most: float = math.inf, 
 
 
 def require_count(name: str, value: object, least: int = 1, *, none: str = "") -> None:
-    """Refuse a value that is not an integer of `least` or more; `None` is legal if `none` says its meaning."""
+    """Refuse a value that is not an integer of `least` or more; `None` is legal if `none` explains what it means."""
     rule = f"an integer of {least} or more"
     require(is_count(value, least) or (bool(none) and value is None), name, rule, value, none=none)
 
@@ -66,5 +66,5 @@ def is_number(value: Any, *, finite: bool = True) -> bool:
 
 
 def is_count(value: Any, least: int = 1) -> bool:
-    """Return whether a value is an integer of `least` or more."""
+    """Return whether a value is an integer that is at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -21,8 +21,8 @@ def to_fp32(data: Any, dtypes: tuple[torch.dtype, ...]) -> Any:
 def replace(data: Any, function: Callable[[Any], Any]) -> Any:
     """Replace each value by `function(value)`, and return the result; the caller's object is not changed.
 
-    It looks into lists, tuples (named ones too) and other sequences, mappings, and dataclasses, frozen or not. A
-    container in which nothing is replaced is returned as it is; others are copied.
+    It searches lists, tuples (including named tuples) and other sequences, mappings, and dataclasses, frozen or not. A
+    container without replaced values is returned unchanged; others are copied.
 
     Args:
         data: A value or a container.
@@ -45,7 +45,7 @@ def replace(data: Any, function: Callable[[Any], Any]) -> Any:
             return data
         if type(data) is dict or not isinstance(data, MutableMapping):
             return type(data)({**data, **changed})  # pyright: ignore[reportCallIssue]
-        result: Any = copy.copy(data)  # keeps the type and attributes
+        result: Any = copy.copy(data)  # a copy keeps the type and attributes of the mapping
         for key, value in changed.items():
             result[key] = value
         return result

@@ -1,4 +1,4 @@
-"""Write files that are never torn."""
+"""Write files that are never half written."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from lightning_amp._urls import location, upload
 
 try:
     import fcntl
-except ImportError:  # Windows, on which a file that a process has open cannot be removed
+except ImportError:  # Windows cannot remove a file that a process has open
     fcntl = None
 
 LEFTOVER = ".lightning-amp.tmp"
-"""Suffix of unfinished files. If the process of one has died, the next write into its folder removes it."""
+"""Suffix of unfinished files.
+
+If the process that was writing one has died, the next write into the folder removes the file.
+"""
 
 
 def write_atomically(
@@ -35,8 +38,8 @@ def write_atomically(
         mode: Text in UTF-8 with line ends as written, or binary.
 
     Raises:
-        OSError: If the folder cannot be written. No file is left behind.
-        ValueError: If fsspec does not know the protocol of the URL.
+        OSError: If the folder cannot be written. No partial file is left behind.
+        ValueError: If fsspec does not support the protocol of the URL.
         ImportError: If the driver for it is not installed.
 
     """
@@ -85,7 +88,7 @@ def _create(folder: Path, name: str, mode: str, permissions: int) -> tuple[Path,
         file = open(new, **how, opener=opener)  # noqa: SIM115 - `_new_file` closes it
         if fcntl is None:
             return new, file
-        with contextlib.suppress(OSError):  # on a file system without locks nothing is cleaned up either
+        with contextlib.suppress(OSError):  # on a file system without locks, leftovers are not cleaned up
             fcntl.flock(file, fcntl.LOCK_EX)
         if new.exists():
             return new, file
@@ -99,5 +102,6 @@ def _remove_leftovers(folder: Path) -> None:
                 leftover.unlink()
                 continue
             with leftover.open("r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError while its process lives
+                # raises OSError while the process that writes the file lives
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 leftover.unlink()

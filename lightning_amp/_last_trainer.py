@@ -1,4 +1,4 @@
-"""Find out whether a fit continues the one before it or starts afresh."""
+"""Find out whether a fit continues the one before it or starts with new counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LastTrainer:
     """Remembers the Trainer of the last fit without keeping it alive.
 
     A second fit of the same Trainer continues the counts, as Lightning's own counters do. A fit in another Trainer
-    starts afresh (k folds). A copy of this object remembers no Trainer.
+    starts with new counts, as for k folds. A copy of this object remembers no Trainer.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class LastTrainer:
         same = self.knows(trainer)
         try:
             self._trainer = weakref.ref(trainer)
-        except TypeError:  # something that stands in for a Trainer
+        except TypeError:  # an object that stands in for a Trainer
             self._trainer = None
         return same
 

@@ -16,7 +16,7 @@ def info(text: str) -> None:
 
 
 def warn_on_this_rank(text: str) -> None:
-    """Warn on this rank, whose number the text contains."""
+    """Warn on this rank. The text contains the number of the rank."""
     with own_lines():
         warnings.warn(text, stacklevel=2)
 

@@ -12,11 +12,11 @@ _LOGGERS = ("lightning.pytorch.utilities.rank_zero", "lightning_amp")
 
 @contextlib.contextmanager
 def own_lines() -> Generator[None, None, None]:
-    """Keep messages that are logged inside off the line of Lightning's progress bars, of tqdm or rich.
+    """Keep messages logged inside this context on other lines than Lightning's progress bars, of tqdm or rich.
 
     A bar of tqdm is cleared and drawn again below the message. Rich redirects `sys.stderr` and draws its bar again
-    below the text that arrives there. Handlers that were made before, such as Lightning's own, bypass it, so they are
-    led to the redirected `sys.stderr`.
+    below the text that arrives there. Log handlers made earlier, such as Lightning's, bypass it, so they are pointed to
+    the redirected `sys.stderr`.
     """
     with contextlib.ExitStack() as stack:
         tqdm = sys.modules.get("tqdm")

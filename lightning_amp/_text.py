@@ -38,17 +38,20 @@ def counted(count: int, noun: str) -> str:
 
 
 def listed(items: Sequence[str], most: int = 3) -> str:
-    """Write the first items and the number of the others: `a, b, c and 2 more`."""
+    """Write the first items and the number of the remaining items: `a, b, c and 2 more`."""
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def named(names: Sequence[str]) -> str:
-    """Write the first names as code, and the number of the others."""
+    """Write the first names as code, and the number of the remaining names."""
     return listed([f"`{name}`" for name in names])
 
 
 def percent(fraction: float) -> str:
-    """Write a share with three digits: `12.5 %`, `99.9 %`. `0 %` and `100 %` stand for nothing and all only."""
+    """Write a share with three digits: `12.5 %`, `99.9 %`.
+
+    It is never rounded to `0 %` or `100 %`: these mean exactly nothing and exactly all.
+    """
     if fraction in (0, 1):
         return f"{100 * fraction:.0f} %"
     return f"{min(max(100 * fraction, 0.001), 99.9):.3g} %"

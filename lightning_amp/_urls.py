@@ -17,7 +17,7 @@ from fsspec.registry import known_implementations, registry
 from lightning_amp._arguments import require
 
 _PROTOCOL = re.compile(r"(?:^|::)([A-Za-z][\w+.-]+)(?=://|::)")
-"""`s3` in `s3://bucket`, `simplecache` and `s3` in `simplecache::s3://bucket`. One letter is a drive of Windows."""
+"""`s3` in `s3://bucket`, `simplecache` and `s3` in `simplecache::s3://bucket`. A single letter is a Windows drive."""
 
 _ONE_SLASH = re.compile(r"([A-Za-z][\w+.-]+):[/\\](?!/)")
 
@@ -28,7 +28,7 @@ _FILLED_IN_PLACE = {"memory", "sftp", "ssh", "hdfs"}
 
 
 def is_url(path: object) -> bool:
-    """Return whether a path is a URL, or an object whose `str` is one."""
+    """Return whether a path is a URL, or an object whose `str` is a URL."""
     return bool(_protocols(str(path)))
 
 
@@ -40,7 +40,7 @@ def location(path: str | os.PathLike[str], name: str = "path") -> Path | str:
         name: The name of the argument, for the error.
 
     Raises:
-        ValueError: If the path is empty or has a null character, if fsspec does not know the protocol, or if the URL
+        ValueError: If the path is empty or has a null character, if fsspec does not support the protocol, or if the URL
             lacks a slash.
         ImportError: If the driver of the protocol is not installed.
 
@@ -79,7 +79,7 @@ def upload(file: Path, url: str) -> None:
     under another name, and then moves it; a process that is killed before the move leaves it there.
 
     Raises:
-        OSError: If the URL cannot be written. The old file is unchanged.
+        OSError: If the URL cannot be written. The old file stays unchanged.
 
     """
     try:
@@ -113,7 +113,7 @@ def _is_known(protocol: str) -> bool:
 def _require_driver(protocol: str, name: str, url: str) -> None:
     similar = difflib.get_close_matches(protocol.lower(), known_implementations, n=1, cutoff=0.5)
     advice = f"Did you mean `{similar[0]}://`?" if similar else "`fsspec.available_protocols()` lists them."
-    require(_is_known(protocol), name, "a path, or a URL whose protocol fsspec knows", url, advice)
+    require(_is_known(protocol), name, "a path, or a URL whose protocol fsspec supports", url, advice)
     try:
         get_filesystem_class(protocol)
     except ImportError as error:

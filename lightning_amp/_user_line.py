@@ -1,4 +1,4 @@
-"""Find out whose code a file is, and the user's own line in a frame or a traceback."""
+"""Find out who owns the code in a file, and find the user's own line in a frame or a traceback."""
 
 from __future__ import annotations
 
@@ -80,7 +80,10 @@ def is_own_project(file: str) -> bool:
 
 
 def calling_line(frame: FrameType | None) -> Place | None:
-    """Return the innermost line of the user's code around a frame; `None` if this package comes first."""
+    """Return the innermost line of the user's code in a frame or its callers.
+
+    It is `None` if a frame of this package is reached first.
+    """
     while frame is not None:
         file = frame.f_code.co_filename
         if owner_of(file) == "ours":

@@ -10,20 +10,20 @@ from typing_extensions import final
 
 @final
 class LoggedSum(NamedTuple):
-    """The running sum of a metric of the current loader. Can go with `logged_sums`."""
+    """The running sum of a metric of the current loader. Remove with `logged_sums`."""
 
     value: Tensor
     """The sum over batches on the device; for a maximum or minimum the value itself."""
     weight: Tensor | None
-    """The number of rows, which divides the sum in the end. `None` for sums, maxima and minima."""
+    """The number of rows, by which the sum is divided in the end. `None` for sums, maxima and minima."""
     adds_up: bool
 
 
 def logged_sums(trainer: Any, dataloader_idx: int | None) -> dict[str, LoggedSum]:
     """Return the running sums of the plain values that a loader has logged, by their names at the epoch's end.
 
-    Each `self.log` replaces the tensors, so that keeping them needs no copy. Can go when Lightning offers a result
-    collection that a callback may read.
+    Each `self.log` replaces the tensors instead of changing them, so a caller can keep them without a copy. Remove when
+    Lightning offers a result collection that a callback may read.
     """
     results = trainer._results
     if results is None:
@@ -42,6 +42,6 @@ def logged_sums(trainer: Any, dataloader_idx: int | None) -> dict[str, LoggedSum
 
 
 def forget_results(view: Any) -> None:
-    """Clear the results of a view of the trainer, as before the first batch. Can go with `logged_sums`."""
+    """Clear the results of a view of the trainer, as before the first batch. Remove with `logged_sums`."""
     view._results.clear()
     view._logger_connector._callback_metrics.clear()

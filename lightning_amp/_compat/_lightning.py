@@ -1,4 +1,4 @@
-"""Private names of Lightning, each with the reason and the condition under which it can go."""
+"""Private names of Lightning, each with the reason for it and the condition for its removal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return the user's optimizer behind a `LightningOptimizer`.
 
-    `.optimizer` is public, but importing its class in each step is slow. Can go when hooks get the user's optimizer.
+    `.optimizer` is public, but importing its class in each step is slow. Remove when hooks get the user's optimizer.
     """
     if not type(optimizer).__name__.startswith("Lightning"):
         return optimizer
@@ -25,14 +25,14 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 # --- Lightning: the precision plugin ----------------------------------------------------------------------------------
 
 
-# Can go when Lightning makes `Precision._clip_gradients` public.
+# Remove when Lightning makes `Precision._clip_gradients` public.
 def run_clipping(plugin: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
     """Run `configure_gradient_clipping` with the Trainer's settings, as `Precision` does; not in manual mode."""
     trainer = module.trainer
     plugin._clip_gradients(module, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
 
-# Can go when the Trainer has a public way to call a hook.
+# Remove when the Trainer has a public way to call a hook.
 def run_hook(module: Any, name: str, *args: Any) -> None:
     """Call a hook of all callbacks, then of the module, under the profiler, as Lightning's `Precision` does."""
     from lightning.pytorch.trainer import call
@@ -50,7 +50,7 @@ def own_results(view: Any, trainer: Any, memo: dict[int, Any]) -> None:
     """Give a view of the trainer its own result collection and logger connector.
 
     `LightningModule.log` writes to `trainer._results` and `trainer._logger_connector`. With its own pair, a copy of a
-    module logs with Lightning's naming, batch-size weighting and reduction, and leaves the trainer alone. Can go when
+    module logs with Lightning's naming, batch-size weighting and reduction, and leaves the trainer alone. Remove when
     Lightning offers a result collection that a callback may create and read.
 
     Args:
@@ -69,7 +69,7 @@ def own_results(view: Any, trainer: Any, memo: dict[int, Any]) -> None:
     if real is not None:
         results.dataloader_idx = real.dataloader_idx
         for key, item in real.items():
-            if item.has_reset:  # left over from an earlier evaluation
+            if item.has_reset:  # attributes from an earlier evaluation
                 continue
             if item.meta.sync.group is not None:
                 memo[id(item.meta.sync.group)] = item.meta.sync.group
@@ -90,23 +90,26 @@ def own_results(view: Any, trainer: Any, memo: dict[int, Any]) -> None:
 def connector_metrics(view: Any, name: str) -> dict[str, Any]:
     """Return `callback_metrics`, `logged_metrics` or `progress_bar_metrics` of the view's own connector.
 
-    The Trainer's own attributes are properties over `_logger_connector`. Can go with `own_results`.
+    The Trainer's own attributes are properties over `_logger_connector`. Remove with `own_results`.
     """
     return getattr(view._logger_connector, name)
 
 
 def start_evaluation_batch(view: Any, batch: Any, dataloader_idx: int | None) -> None:
-    """Tell the view's results which batch is next, as the evaluation loop does. Can go with `own_results`."""
+    """Set the next batch in the view's results, as the evaluation loop does. Remove with `own_results`."""
     view._logger_connector.on_batch_start(batch, dataloader_idx)
 
 
 def finish_evaluation_batch(view: Any) -> None:
-    """Drop the reference to the batch. Step values stay, but nobody reads them. Can go with `own_results`."""
+    """Drop the reference to the batch.
+
+    Values logged per step stay, but no code reads them. Remove with `own_results`.
+    """
     view._results.batch = None
     view._results.batch_size = None
 
 
-# Can go with `own_results`.
+# Remove with `own_results`.
 def finish_evaluation_loader(view: Any) -> dict[str, Tensor]:
     """Reduce what was logged for the current loader, as `_EvaluationLoop._store_dataloader_outputs` does."""
     connector = view._logger_connector
@@ -116,20 +119,23 @@ def finish_evaluation_loader(view: Any) -> dict[str, Tensor]:
 
 
 def start_evaluation_epoch_end(view: Any) -> None:
-    """Do what the loop does between the last loader and `on_*_epoch_end`. Can go with `own_results`."""
+    """Do what the loop does between the last loader and `on_*_epoch_end`. Remove with `own_results`."""
     view._logger_connector.epoch_end_reached()
     view._logger_connector._evaluation_epoch_end()
 
 
 def finish_evaluation_epoch_end(view: Any) -> dict[str, Tensor]:
-    """Do what the loop does after `on_*_epoch_end`. Return what was logged there. Can go with `own_results`."""
+    """Do what the loop does after `on_*_epoch_end`.
+
+    Return the values logged in that hook. Remove with `own_results`.
+    """
     connector = view._logger_connector
     connector.on_epoch_end()
     connector.update_eval_epoch_metrics()
     return dict(connector.metrics["callback"])
 
 
-# Can go with `own_results`.
+# Remove with `own_results`.
 def evaluation_loader_idx(trainer: Any) -> int | None:
     """Return the index of the current loader; `None` with one, where hooks do not get the argument."""
     results = trainer._results
@@ -139,7 +145,7 @@ def evaluation_loader_idx(trainer: Any) -> int | None:
 def evaluation_metrics(trainer: Any) -> dict[str, Tensor]:
     """Return the reduced values that the current evaluation has logged, by their names in `callback_metrics`.
 
-    `callback_metrics` also holds what training logged and what earlier evaluations left. Can go with `own_results`.
+    `callback_metrics` also holds what training logged and what earlier evaluations left. Remove with `own_results`.
     """
     results = trainer._results
     if results is None:
@@ -156,7 +162,7 @@ def evaluation_metrics(trainer: Any) -> dict[str, Tensor]:
 def evaluation_names(trainer: Any) -> set[str]:
     """Return the names of `evaluation_metrics`, also in the sanity check, which does not reduce them.
 
-    Can go with `own_results`.
+    Remove with `own_results`.
     """
     results = trainer._results
     if results is None:
@@ -168,7 +174,7 @@ def evaluation_names(trainer: Any) -> set[str]:
 def add_callback_metrics(trainer: Any, metrics: dict[str, Tensor]) -> None:
     """Add values to `trainer.callback_metrics` where `self.log` is not allowed (`on_validation_end`).
 
-    Reading `trainer.callback_metrics` to update it would reduce metrics that the sanity check does not reduce. Can go
+    Reading `trainer.callback_metrics` to update it would reduce metrics that the sanity check does not reduce. Remove
     when it does not.
     """
     trainer._logger_connector._callback_metrics.update(metrics)
@@ -178,7 +184,7 @@ def log_evaluation_metrics(trainer: Any, metrics: dict[str, Tensor], step: float
     """Send values to all loggers as Lightning sends evaluation metrics, and return the step that they got.
 
     The step is a `step` that the user logged, else the private counter of batches after which an optimizer stepped; it
-    is not `global_step`. Can go when that counter and the call that adds the epoch are public.
+    is not `global_step`. Remove when that counter and the call that adds the epoch are public.
     """
     number = trainer.fit_loop.epoch_loop._batches_that_stepped if step is None else int(step)
     connector = trainer._logger_connector
@@ -187,7 +193,7 @@ def log_evaluation_metrics(trainer: Any, metrics: dict[str, Tensor], step: float
     return number
 
 
-# Can go when the Trainer has a public way to prepare a batch.
+# Remove when the Trainer has a public way to prepare a batch.
 def to_device(trainer: Any, batch: Any, dataloader_idx: int) -> Any:
     """Prepare a batch of an evaluation's loader as the loop does before it calls the step."""
     batch = trainer.precision_plugin.convert_input(batch)
@@ -197,10 +203,10 @@ def to_device(trainer: Any, batch: Any, dataloader_idx: int) -> Any:
 
 @contextmanager
 def training_stage(trainer: Any) -> Generator[None]:
-    """Put the trainer into its training stage, for a while during a validation inside the training epoch.
+    """Put the trainer into its training stage temporarily, during a validation inside the training epoch.
 
     `self.log` of a training step then finds the results of training. Lightning does the same when it prepares the
-    validation loaders. Can go with `own_results`.
+    validation loaders. Remove with `own_results`.
     """
     stage = trainer.state.stage
     trainer.training = True
@@ -210,7 +216,7 @@ def training_stage(trainer: Any) -> Generator[None]:
         trainer.state.stage = stage
 
 
-# Can go with `run_hook`.
+# Remove with `run_hook`.
 def call_module_hook(module: Any, name: str, *args: Any) -> Any:
     """Call a hook, and set `_current_fx_name` for it. `self.log` needs that name, and only the Trainer sets it."""
     previous = module._current_fx_name
@@ -221,7 +227,7 @@ def call_module_hook(module: Any, name: str, *args: Any) -> Any:
         module._current_fx_name = previous
 
 
-# Can go when Lightning drops the cache in copies.
+# Remove when Lightning drops the cache in copies.
 def forget_metric_names(module: Any) -> None:
     """Drop a copied module's cache of metric names, whose keys are the ids of the original's metrics."""
     from lightning.pytorch import LightningModule
@@ -234,7 +240,7 @@ def forget_metric_names(module: Any) -> None:
 def uncompiled_state(state: dict[str, Any]) -> dict[str, Any]:
     """Return the attributes of a module without the changes of `torch.compile(LightningModule)`.
 
-    Lightning stores compiled functions, bound to the original module, as attributes that hide the methods. Can go when
+    Lightning stores compiled functions, bound to the original module, as attributes that hide the methods. Remove when
     `to_uncompiled` works on attributes, rather than on the module itself.
     """
     context = state.get("_compiler_ctx")
@@ -247,30 +253,34 @@ def uncompiled_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_weight_averaging(callback: Any) -> bool:
-    """Return whether it is a `WeightAveraging`, which Lightning 2.5 lacks. Can go when 2.6 is the oldest supported."""
+    """Return whether a callback is a `WeightAveraging`, which Lightning 2.5 lacks.
+
+    Remove when 2.6 is the oldest supported.
+    """
     from lightning.pytorch import callbacks
 
     base: type | None = getattr(callbacks, "WeightAveraging", None)
     return base is not None and isinstance(callback, base)
 
 
-# Can go when the counter is public.
+# Remove when the counter is public.
 def logging_step(trainer: Any) -> int:
     """Return the step at which Lightning logs training metrics. Its own callbacks read this counter, too."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process writes files. Can go when a type checker knows `rank_zero_only.rank`."""
+    """Return whether this process writes files. Remove when type checkers accept `rank_zero_only.rank`."""
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     return rank_zero_only.rank == 0  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
-    """Return attributes for a view of a strategy, whose optimizers are replaced by `stand_in(optimizer)`.
+    """Return attributes for a view of a strategy in which `stand_in(optimizer)` replaces each optimizer.
 
-    `LightningModule.optimizers()` reads private attributes of the strategy. Can go when it asks the Trainer.
+    `LightningModule.optimizers()` reads private attributes of the strategy. Remove when that method reads them from the
+    Trainer.
     """
     wrapped = trainer.strategy._lightning_optimizers
     return {
@@ -279,7 +289,7 @@ def optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
     }
 
 
-# Can go with `own_results`.
+# Remove with `own_results`.
 def metric_directions(trainer: Any) -> dict[str, Literal["min", "max"]]:
     """Return whether each torchmetrics metric of the current evaluation is better as `"min"` or `"max"`."""
     from torchmetrics import Metric
@@ -301,7 +311,7 @@ def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
     """Return the checkpoint that a run resumes from, before the run begins; empty if there is none.
 
     The plugin's own hook gets it only after `configure_optimizers` and `on_fit_start`, which may have copied the
-    weights. Can go when a plugin can change the module before its checkpoint is loaded.
+    weights. Remove when a plugin can change the module before its checkpoint is loaded.
     """
     return trainer._checkpoint_connector._loaded_checkpoint
 
@@ -309,7 +319,7 @@ def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
 def set_half_modules_float(module: Any, parameters: Any) -> None:
     """Set `dtype` to float32 in each half-precision Lightning module that holds one of these parameters.
 
-    The public `module.to(dtype)` would convert frozen parameters too. Can go when `dtype` is read from parameters.
+    The public `module.to(dtype)` would convert frozen parameters too. Remove when `dtype` is read from parameters.
     """
     from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 
@@ -322,7 +332,7 @@ def set_half_modules_float(module: Any, parameters: Any) -> None:
 def averages(trainer: Any) -> list[tuple[Any, Any]]:
     """Return the copies of the module that averaging callbacks made in `setup`, each with its callback.
 
-    Can go when the copies are public, or are made after the strategy has set up the module.
+    Remove when the copies are public, or are made after the strategy has set up the module.
     """
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
@@ -335,14 +345,14 @@ def averages(trainer: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-# Can go with `averages`.
+# Remove with `averages`.
 def weights_beside_averages(checkpoint: dict[str, Any], callbacks: list[Any]) -> dict[str, Any]:
     """Return the weights that training continues with. `WeightAveraging` saves averages in their usual place."""
     averaged = "averaging_state" in checkpoint and any(is_weight_averaging(callback) for callback in callbacks)
     return checkpoint["current_model_state" if averaged else "state_dict"]
 
 
-# Can go with `averages`.
+# Remove with `averages`.
 def load_average(callback: Any, average: Any, checkpoint: dict[str, Any]) -> None:
     """Load an average from a checkpoint as its callback does, but without messages."""
     if is_weight_averaging(callback):

@@ -1,4 +1,4 @@
-"""Recognise messages of torch, Python and jsonargparse by their text, where there is no other way."""
+"""Recognise messages of torch, Python and jsonargparse by their text, because they have no other mark."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|can't allocate memory|MemoryError|bad_alloc|ALLOC_FAILED", re.IGNORECASE
 )
-"""Matches an exception or a log after running out of memory. Can go when all of torch raises `OutOfMemoryError`."""
+"""Matches an exception or a log after running out of memory. Remove when all of torch raises `OutOfMemoryError`."""
 
 FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
-"""Matches a frame in a printed traceback: file, line, function. Can go when child processes send exceptions as data."""
+"""Matches a frame in a printed traceback: file, line, function. Remove when child processes send exceptions as data."""
 
 
 def is_unknown_option(message: str) -> bool:
-    """Return whether argparse or jsonargparse refuses an option. Can go when they raise a specific exception for it."""
+    """Return whether argparse or jsonargparse refuses an option. Remove when they raise a specific exception for it."""
     return "nrecognized arguments" in message
 
 
 def short_class_names(message: str) -> str:
-    """Write `int` for `<class 'int'>`, as jsonargparse prints types. Can go when it prints plain names."""
+    """Write `int` for `<class 'int'>`, as jsonargparse prints types. Remove when it prints plain names."""
     return re.sub(r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1", message)

@@ -19,14 +19,14 @@ from typing_extensions import final
 
 
 def norm_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Find the normalisation layers that keep running statistics. Can go when their common base class is public."""
+    """Find the normalisation layers that keep running statistics. Remove when their common base class is public."""
     from torch.nn.modules.batchnorm import _NormBase
 
     return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
 
 def has_convolutions(module: torch.nn.Module) -> bool:
-    """Return whether a module contains a convolution. Can go when the common base class of convolutions is public."""
+    """Return whether a module contains a convolution. Remove when the common base class of convolutions is public."""
     from torch.nn.modules.conv import _ConvNd
 
     return any(isinstance(m, _ConvNd) for m in module.modules())
@@ -35,30 +35,30 @@ def has_convolutions(module: torch.nn.Module) -> bool:
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
     """Return the dictionary in which a module looks up its own parameters.
 
-    The public `functional_call` writes tensors into it one by one, with checks and a search for ties. Can go when a
+    The public `functional_call` writes tensors into it one by one, with checks and a search for ties. Remove when a
     public function replaces the dictionary for the length of a call.
     """
     return vars(module)["_parameters"]
 
 
 def set_own_parameters(module: torch.nn.Module, parameters: dict[str, Any]) -> None:
-    """Replace that dictionary. Can go with `own_parameters`."""
+    """Replace that dictionary. Remove with `own_parameters`."""
     vars(module)["_parameters"] = parameters
 
 
 def is_transformed_or_traced() -> bool:
     """Return whether a `torch.func` transform or `torch.jit.trace` is active.
 
-    Neither accepts a plain `autograd.Function`. Can go when there is a public check for the first. The second has one
-    that is ten times as slow.
+    Neither accepts a plain `autograd.Function`. Remove when there is a public check for the first. The public check for
+    the second is ten times as slow.
     """
     return torch._C._are_functorch_transforms_active() or bool(torch._C._get_tracing_state())
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Return whether this is a batch of gradients in `torch.autograd.grad(..., is_grads_batched=True)`.
+    """Return whether a tensor is a batch of gradients in `torch.autograd.grad(..., is_grads_batched=True)`.
 
-    Its `vmap` is older than `torch.func`, whose checks do not see it. Can go when torch has removed it.
+    Its `vmap` is older than `torch.func`, whose checks do not see it. Remove when torch has removed it.
     """
     return torch._C._dispatch_keys(tensor).has(torch._C._dispatch_key_parse("Batched"))
 
@@ -66,7 +66,7 @@ def is_batched(tensor: Tensor) -> bool:
 def in_forward_mode() -> bool:
     """Return whether forward-mode differentiation is active, so that any tensor may have a tangent.
 
-    Can go when there is a public check that does not need a tensor.
+    Remove when there is a public check that does not need a tensor.
     """
     return torch.autograd.forward_ad._current_level >= 0
 
@@ -77,18 +77,18 @@ _REPLAYING = (_checkpoint_module._CachingTorchDispatchMode, _checkpoint_module._
 def is_replayed() -> bool:
     """Return whether selective activation checkpointing records operations, or replays them in the backward.
 
-    Both runs must have the same operations, one by one. Its two modes have no public names. Can go when there is a
-    public check for them, or a way to hide operations from them.
+    Both runs must execute the same operations in the same order. Its two modes have no public names. Remove when there
+    is a public check for them, or a way to hide operations from them.
     """
     if not torch._C._len_torch_dispatch_stack():
         return False
     return any(isinstance(m, _REPLAYING) for m in _get_current_dispatch_mode_stack())
 
 
-# Can go when there is one public check for all of them.
+# Remove when there is one public check for all of them.
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether calls of this module are compiled, by any of torch's and Lightning's ways, or scripted."""
-    dynamo = sys.modules.get("torch._dynamo")  # `None`: not imported, so nothing is compiled
+    """Return whether calls of this module are compiled, by torch or by Lightning, or scripted."""
+    dynamo = sys.modules.get("torch._dynamo")  # `None` if the compiler was never imported, so nothing is compiled
     return (
         (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
         or isinstance(module, torch.jit.ScriptModule)
@@ -103,13 +103,14 @@ class Flag:
     """A flag that copies of an object share.
 
     `torch.compile` calls `set()` once, while it traces, and adds nothing to the graph. That is the effect of
-    `torch.compiler.assume_constant_result`, which imports the whole compiler. Can go when it does not.
+    `torch.compiler.assume_constant_result`, which imports the whole compiler. Remove when that import is cheap.
     """
 
     def __init__(self) -> None:
         self.is_set = False
 
-        def set_flag() -> None:  # not a method, since torch 2.8 calls a marked function with constants only
+        # a function and not a method, because torch 2.8 calls a marked function with constants only
+        def set_flag() -> None:
             self.is_set = True
 
         set_flag._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -117,16 +118,16 @@ class Flag:
 
 
 def buffer_names(module: torch.nn.Module) -> list[str]:
-    """Return the names of a module's own buffers. Can go when `named_buffers` includes buffers that are `None`."""
+    """Return the names of a module's own buffers. Remove when `named_buffers` includes buffers that are `None`."""
     return list(module._buffers)
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often the tensor was changed in place. Can go when autograd's counter has a public name."""
+    """Return how often the tensor was changed in place. Remove when autograd's counter has a public name."""
     return tensor._version
 
 
-# Can go when `copyreg` makes public what `object.__reduce__` returns.
+# Remove when `copyreg` makes public what `object.__reduce__` returns.
 def swap_class(instance: Any, methods: dict[str, Any], before_pickle: Callable[[], None] = lambda: None) -> type[Any]:
     """Make the class of an instance a subclass with other methods, and return the subclass.
 
@@ -151,7 +152,7 @@ def fsdp_mixed_precision(reduce_dtype: torch.dtype | None) -> Any:
 
     With a wrapping policy and any `MixedPrecision`, FSDP1 puts each BatchNorm into its own unit, with a warning, since
     half-precision parameters would break it. Our parameters stay float32, so that is not needed, but the field that
-    turns it off is private. Can go when FSDP1 reads `param_dtype` first.
+    turns it off is private. Remove when FSDP1 reads `param_dtype` first.
     """
     from torch.distributed.fsdp import MixedPrecision
 
@@ -168,7 +169,7 @@ class CompiledBackwardWithoutAutocast:
     """Lets `torch.compile` trace backwards outside autocast, as in eager mode, for the length of a fit.
 
     By default the compiled backward runs under the forward's autocast, so gradients of fp32 regions are half precision
-    (pytorch/pytorch#153044). The switch is private, and torch 2.8 does not have it. Can go when its default changes.
+    (pytorch/pytorch#153044). The switch is private, and torch 2.8 does not have it. Remove when its default changes.
     """
 
     def __init__(self) -> None:
@@ -179,13 +180,13 @@ class CompiledBackwardWithoutAutocast:
 
     @staticmethod
     def is_possible() -> bool:
-        """Return whether there is such a switch."""
+        """Return whether torch has the switch."""
         from torch._functorch import config
 
         return hasattr(config, "backward_pass_autocast")
 
     def start(self) -> None:
-        """Turn the switch on, if there is one."""
+        """Turn the switch on, if torch has it."""
         if self.is_possible() and not self._on:
             self._patch.__enter__()
             self._on = True
@@ -198,14 +199,14 @@ class CompiledBackwardWithoutAutocast:
 
 
 # --- torch: torch.func ---
-# Inside `vmap` or `grad` a hook gets wrapped tensors. Whatever it computes from them stays inside the transform, and a
-# tensor hook on them cannot run. There is no public way to the tensor behind them.
+# Inside `vmap` or `grad` a hook gets wrapped tensors. All tensors that it computes from them stay inside the transform,
+# and a tensor hook on them cannot run. There is no public way to get the tensor behind a wrapped one.
 
 
 _NOTHING = contextlib.nullcontext()
 
 
-# Can go when module and tensor hooks are called outside of transforms.
+# Remove when module and tensor hooks are called outside of transforms.
 def outside_transforms() -> contextlib.AbstractContextManager[None]:
     """Return a context that computes as if no transform of `torch.func` was active."""
     if _functorch.peek_interpreter_stack() is None:
@@ -216,11 +217,11 @@ def outside_transforms() -> contextlib.AbstractContextManager[None]:
 
 
 def inside_transforms() -> bool:
-    """Return whether a transform of `torch.func` is active. Can go with `outside_transforms`."""
+    """Return whether a transform of `torch.func` is active. Remove with `outside_transforms`."""
     return _functorch.peek_interpreter_stack() is not None
 
 
-# Can go with `outside_transforms`.
+# Remove with `outside_transforms`.
 def behind_transforms(tensor: Tensor) -> Tensor:
     """Return the tensor behind a wrapped one. Inside `vmap` it has the values of the whole batch."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
@@ -228,7 +229,7 @@ def behind_transforms(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# Can go when a public way to leave all modes is not ten times as slow.
+# Remove when a public way to leave all modes is not ten times as slow.
 def outside_dispatch_modes() -> contextlib.AbstractContextManager[None]:
     """Return a context that computes on plain tensors as if no `TorchDispatchMode` was on."""
     if not torch._C._len_torch_dispatch_stack():
@@ -239,7 +240,7 @@ def outside_dispatch_modes() -> contextlib.AbstractContextManager[None]:
 outside_function_modes = torch._C.DisableTorchFunction
 """Context that hides operations from each `TorchFunctionMode` and each tensor's `__torch_function__`.
 
-Can go when torch exports it. The public one leaves the modes on.
+Remove when torch exports it. The public one leaves the modes on.
 """
 
 
@@ -252,11 +253,11 @@ def watched_backward(
 ) -> None:
     """Do what `loss.backward(...)` does, so that a `TorchFunctionMode` sees the operations inside.
 
-    A mode handles the public functions as one call, and is off inside it. So it would see neither a user's own Function
-    nor the operations that activation checkpointing runs again. Can go when a mode stays on in a backward.
+    A mode handles each public function as one call, and is off during that call. So it would see neither a user's own
+    Function nor the operations that activation checkpointing runs again. Remove when a mode stays on in a backward.
     """
     if gradient is None and loss.numel() != 1:
-        loss.backward(None, retain_graph, create_graph, inputs)  # raises the usual error
+        loss.backward(None, retain_graph, create_graph, inputs)  # this call raises the usual error
         return
     gradient = torch.ones_like(loss) if gradient is None else gradient
     keep = create_graph if retain_graph is None else retain_graph
@@ -269,30 +270,33 @@ def watched_backward(
 WRAPPED_CHILDREN = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Names that `torch.compile`, FSDP1 and activation checkpointing add to the qualified names of wrapped modules.
 
-Can go when torch leaves them out of these names.
+Remove when torch no longer adds them.
 """
 
 
-# Can go with `WRAPPED_CHILDREN`.
+# Remove with `WRAPPED_CHILDREN`.
 def plain_name(name: str) -> str:
-    """Return a qualified name without the names of wrappers, as before the module was compiled or sharded."""
+    """Return a qualified name without the names of wrappers: the name before the module was compiled or sharded."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED_CHILDREN)
 
 
 def plain_parameters(module: Any) -> dict[str, Any]:
-    """Return the parameters of a module by their :func:`plain_name`. Can go with `WRAPPED_CHILDREN`."""
+    """Return the parameters of a module by their :func:`plain_name`. Remove with `WRAPPED_CHILDREN`."""
     return {plain_name(name): parameter for name, parameter in module.named_parameters()}
 
 
 def uncompiled_module(module: Any) -> Any:
-    """Return the module inside the result of `torch.compile`, else `None`. Can go when torch has a public way."""
+    """Return the module inside the result of `torch.compile`, else `None`.
+
+    Remove when torch has a public way to get it.
+    """
     from torch._dynamo import OptimizedModule
 
     return module._orig_mod if isinstance(module, OptimizedModule) else None
 
 
 DispatchMode = TorchDispatchMode
-"""Base class of modes that see every operation. Can go when torch exports it from a public module."""
+"""Base class of modes that see every operation. Remove when torch exports it from a public module."""
 
 SAME_FLOPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
@@ -300,7 +304,10 @@ SAME_FLOPS = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
-"""Attention on the CPU, and the operation of the same FLOPs in `flop_registry`. Can go when it has these itself."""
+"""Attention on the CPU, and the operation of the same FLOPs in `flop_registry`.
+
+Remove when `flop_registry` has these itself.
+"""
 
 RECURRENT = {
     torch.ops.aten._cudnn_rnn: 1,
@@ -310,4 +317,4 @@ RECURRENT = {
     torch.ops.aten.mkldnn_rnn_layer: 1,
     torch.ops.aten.mkldnn_rnn_layer_backward: 2,
 }
-"""Whole LSTMs and GRUs, with their number of products per weight. Can go when `flop_registry` has them."""
+"""Whole LSTMs and GRUs, with their number of products per weight. Remove when `flop_registry` has them."""

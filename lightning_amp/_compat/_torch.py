@@ -19,30 +19,30 @@ from typing_extensions import final
 # (`GradScaler.unscale_`, `clip_grad_norm_`) cannot express complex gradients, two steps in a batch, or a check alone.
 
 # (grads, found_inf, factor): multiplies by `factor` [] in place, and sets `found_inf` [] to 1.0 if a value was not
-# finite before. All are on one device. An alias, since a function around it would cost time in every step. Can go when
-# torch makes it public.
+# finite before. All are on one device. This is an alias, because a function around it would cost time in every step.
+# Remove when torch makes it public.
 amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def foreach_mul_(grads: list[Tensor], factor: Tensor | float) -> None:
-    """Multiply all tensors by `factor` in place. Can go when torch makes `torch._foreach_mul_` public."""
+    """Multiply all tensors by `factor` in place. Remove when torch makes `torch._foreach_mul_` public."""
     torch._foreach_mul_(grads, factor)
 
 
 def foreach_norm(grads: list[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Compute the vector norm of each tensor, each of shape []. Can go when `torch._foreach_norm` is public."""
+    """Compute the vector norm of each tensor, each of shape []. Remove when `torch._foreach_norm` is public."""
     return list(torch._foreach_norm(grads, order, dtype=dtype))
 
 
 def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy `sources` into `targets`, one launch per dtype. Can go when `torch._foreach_copy_` is public."""
+    """Copy `sources` into `targets`, one launch per dtype. Remove when `torch._foreach_copy_` is public."""
     torch._foreach_copy_(targets, sources)
 
 
 def sparse_values(grad: Tensor) -> Tensor:
     """Return the values of a sparse gradient without coalescing it first, as `GradScaler` does.
 
-    `values` refuses a tensor that is not coalesced. Can go when it does not.
+    `values` refuses a tensor that is not coalesced. Remove when `values` accepts it.
     """
     return grad._values()
 
@@ -57,16 +57,20 @@ _in_graphs: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 
 
 def is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured. Then the host must not wait, and replays repeat its decisions.
+    """Return whether a CUDA graph is being captured.
 
-    Can go when `torch.cuda.is_current_stream_capturing` does not raise in a torch without CUDA.
+    During a capture the host must not wait, and every replay repeats the decisions made during the capture. Remove when
+    `torch.cuda.is_current_stream_capturing` does not raise in a torch without CUDA.
     """
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-# Can go when `GradScaler` has a getter that does not wait.
+# Remove when `GradScaler` has a getter that does not wait.
 def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = None) -> Tensor:
-    """Return the scale [], which no later update changes. An unused scaler makes it on `device`."""
+    """Return the scale [], which no later update changes.
+
+    A scaler that was not used yet creates the scale on `device`.
+    """
     scale = scaler._scale
     if scale is None:
         scaler._lazy_init_scale_growth_tracker(device or torch.device(scaler._device))
@@ -78,19 +82,22 @@ def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = Non
 
 
 def growth_tracker(scaler: torch.amp.GradScaler) -> Tensor:
-    """Return the clean steps in a row, int32, shape []. Can go when `GradScaler` has a getter that does not wait."""
+    """Return the clean steps in a row, int32, shape []. Remove when `GradScaler` has a getter that does not wait."""
     tracker = scaler._growth_tracker
-    assert tracker is not None  # made together with the scale
+    assert tracker is not None  # the tracker is made together with the scale
     return tracker
 
 
 GROWTH_TRACKER = "_growth_tracker"
-"""Where a `GradScaler.state_dict` keeps the clean steps in a row. Can go when the key has a public name."""
+"""Where a `GradScaler.state_dict` keeps the clean steps in a row. Remove when the key has a public name."""
 
 
-# Can go when `GradScaler` has a setter.
+# Remove when `GradScaler` has a setter.
 def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tensor | None = None) -> None:
-    """Replace the scale (and the growth tracker). If a graph has captured the scaler, keep their memory."""
+    """Replace the scale (and the growth tracker).
+
+    If a CUDA graph has captured the scaler, keep the memory of both tensors.
+    """
     if scaler in _in_graphs:
         assert scaler._scale is not None
         scaler._scale.copy_(scale)
@@ -103,20 +110,20 @@ def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tenso
 
 
 def reset_scale(scaler: torch.amp.GradScaler, scale: float, tracker: int = 0) -> None:
-    """Return a scaler to its state before the first use, with this scale. Can go when `GradScaler` can be reset."""
+    """Return a scaler to its state before the first use, with this scale. Remove when `GradScaler` can be reset."""
     _in_graphs.discard(scaler)
     scaler._init_scale, scaler._init_growth_tracker = scale, tracker
     scaler._scale = scaler._growth_tracker = None
     scaler._per_optimizer_states = _no_optimizer_states()
 
 
-# Can go when `GradScaler` takes the device of the first loss.
+# Remove when `GradScaler` takes the device of the first loss.
 def set_scaler_device(scaler: torch.amp.GradScaler, device_type: str) -> None:
-    """Set the device type. A Trainer knows it only after the user has made the scaler."""
+    """Set the device type. A Trainer chooses the device only after the user has made the scaler."""
     scaler._device = device_type
 
 
-# Can go when `GradScaler` hands its flags to a policy of one's own.
+# Remove when `GradScaler` passes its flags to a custom policy.
 def take_found_infs(scaler: torch.amp.GradScaler) -> list[Tensor]:
     """Take the flags recorded since the last update, as `GradScaler.update` does."""
     states = scaler._per_optimizer_states
@@ -124,14 +131,14 @@ def take_found_infs(scaler: torch.amp.GradScaler) -> list[Tensor]:
     return [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
 
 
-# Can go when `GradScaler.update` takes a flag.
+# Remove when `GradScaler.update` takes a flag.
 def give_found_inf(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
-    """Give our flag to another scaler, so that its own `update` can be called."""
+    """Pass our flag to a scaler of another class, so that its own `update` can be called."""
     scaler._per_optimizer_states = _no_optimizer_states()
     scaler._per_optimizer_states[0]["found_inf_per_device"] = {found_inf.device: found_inf}
 
 
-# Can go with `give_found_inf`.
+# Remove with `give_found_inf`.
 def has_found_infs(scaler: torch.amp.GradScaler) -> bool:
     """Return whether a scaler has flags for its next update."""
     return bool(scaler._per_optimizer_states)
@@ -141,7 +148,7 @@ def _no_optimizer_states() -> Any:
     return defaultdict(torch.amp.grad_scaler._refresh_per_optimizer_state)
 
 
-# Can go when torch makes the kernel public.
+# Remove when torch makes the kernel public.
 def amp_update_scale(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
     """Update scale and tracker in place by torch's own kernel, so that the default policy equals torch's to the bit."""
     growth, backoff = scaler.get_growth_factor(), scaler.get_backoff_factor()
@@ -159,24 +166,25 @@ def cast_to(parameter: Tensor, copy: Tensor) -> Tensor:
     Autograd casts its gradient to the parameter's dtype, as for a cast. A custom `autograd.Function` could do the same,
     but its Python takes longer than casting a small weight. `_unsafe_view` has the identity as its derivative, moves no
     data and is not a view. A view would share the parameter's version counter, so an optimizer step between forward and
-    backward would be an error. Can go when torch offers a cast into given memory.
+    backward would be an error. Remove when torch offers a cast into given memory.
     """
     alias = _unsafe_view(parameter, parameter.shape)
     alias.data = copy
     return alias
 
 
-# Can go when a hook is told which backward it runs in.
+# Remove when a hook can find out in which backward it runs.
 def backward_number() -> int:
     """Return the number of the backward that runs in this thread; -1 outside of any."""
     return torch._C._current_graph_task_id()
 
 
-# Can go when a hook is told whether `backward` or `torch.autograd.grad` runs it.
+# Remove when a hook can find out whether `backward` or `torch.autograd.grad` runs it.
 def adds_to_gradients(node: Any) -> bool:
     """Return, inside a backward, whether it adds to `.grad` of a leaf below `node`; `torch.autograd.grad` does not.
 
-    Stops at the first leaf that tells. If all leaves are hidden in custom functions, returns `True`.
+    The search stops at the first leaf that decides the answer. If all leaves are hidden in custom functions, the
+    result is `True`.
     """
     seen, below, leaves = {node}, [node], False
     while below:
@@ -204,37 +212,37 @@ _FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.op
 def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `step` of this optimizer reads `found_inf` and `grad_scale` on the device, after its closure.
 
-    Only torch's own classes qualify, since a third-party fused optimizer may read them before the closure. Can go when
+    Only torch's own classes qualify, since a third-party fused optimizer may read them before the closure. Remove when
     torch has a public check.
     """
     return isinstance(optimizer, _FUSED_CLASSES) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-# Can go when torch has a public list.
+# Remove when torch has a public list.
 def fused_device_types() -> list[str]:
     """Return the types of devices for which torch has fused optimizers."""
     return _foreach_utils._get_fused_kernels_supported_devices()
 
 
-# Can go when loading a checkpoint leaves `fused` alone.
+# Remove when loading a checkpoint leaves `fused` alone.
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer is still fused. Loading a checkpoint overwrites `fused`."""
     return all(group["fused"] for group in optimizer.param_groups)
 
 
-# Can go when `Optimizer.step` has an argument for the flag.
+# Remove when `Optimizer.step` has an argument for the flag.
 def set_found_inf(optimizer: Any, found_inf: Tensor) -> None:
     """Give the flag to a fused optimizer. Its kernel skips only if `found_inf == 1`."""
     optimizer.found_inf = found_inf
 
 
 def set_grad_scale(optimizer: Any, grad_scale: Tensor | None) -> None:
-    """Have a fused optimizer divide gradients by `grad_scale`. Can go with `set_found_inf`."""
+    """Have a fused optimizer divide gradients by `grad_scale`. Remove with `set_found_inf`."""
     optimizer.grad_scale = grad_scale
 
 
 def clear_amp_attributes(optimizer: Any) -> None:
-    """Undo `set_found_inf` and `set_grad_scale`. Can go with `set_found_inf`."""
+    """Undo `set_found_inf` and `set_grad_scale`. Remove with `set_found_inf`."""
     attributes = vars(optimizer)
     attributes.pop("found_inf", None)
     attributes.pop("grad_scale", None)
@@ -244,7 +252,7 @@ def momentum_is_uninitialised(optimizer: torch.optim.SGD) -> bool:
     """Return whether a skipped first step would leave garbage in a fused SGD's momentum.
 
     torch 2.13 allocates `momentum_buffer` with `empty_like` and fills it inside the kernel, which does not run on a
-    skip (`torch/optim/sgd.py`, `_fused_sgd`). Found by this project. Can go when torch fills it before the kernel.
+    skip (`torch/optim/sgd.py`, `_fused_sgd`). Found by this project. Remove when torch fills it before the kernel.
     """
     return any(
         group["momentum"] != 0 and optimizer.state.get(p, {}).get("momentum_buffer") is None
@@ -257,7 +265,7 @@ def momentum_is_uninitialised(optimizer: torch.optim.SGD) -> bool:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a hook is registered around `step`, of this optimizer or of all optimizers.
 
-    Hooks with an attribute `only_looks` do not count. Can go when torch has a public check.
+    Hooks with an attribute `only_looks` do not count. Remove when torch has a public check.
     """
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return True
@@ -272,9 +280,9 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """Return `torch.cpu.get_capabilities()`. Up to torch 2.10, which does not have it, return the bfloat16 entries.
+    """Return `torch.cpu.get_capabilities()`, or only its bfloat16 entries up to torch 2.10, which lacks that function.
 
-    Can go when torch 2.11 is the oldest supported.
+    Remove when torch 2.11 is the oldest supported.
     """
     if hasattr(torch.cpu, "get_capabilities"):
         return torch.cpu.get_capabilities()
@@ -283,7 +291,7 @@ def cpu_capabilities() -> Mapping[str, Any]:
     return {"amx_bf16": torch.cpu._is_amx_tile_supported(), "avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
 
 
-# Can go when torch 2.9, which has `fp32_precision`, is the oldest supported.
+# Remove when torch 2.9, which has `fp32_precision`, is the oldest supported.
 def older_fp32_switches() -> tuple[Any, ...]:
     """Return substitutes for the switches `fp32_precision` up to torch 2.8, and nothing from torch 2.9 on."""
     return () if hasattr(torch.backends, "fp32_precision") else (_OlderMatmul(), _OlderCudnn())
@@ -317,7 +325,7 @@ class _OlderCudnn:
         torch.backends.cudnn.allow_tf32 = precision == "tf32"
 
 
-# Can go when a profile has a public list of allocations; `export_memory_timeline` is deprecated and writes a file.
+# Remove when a profile has a public list of allocations; `export_memory_timeline` is deprecated and writes a file.
 def peak_of_allocations(profile: Any) -> int:
     """Return the most bytes that were allocated on the CPU at once in a profile with `profile_memory=True`."""
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
@@ -329,7 +337,7 @@ def peak_of_allocations(profile: Any) -> int:
     return peak
 
 
-# Can go when there is a public check.
+# Remove when there is a public check.
 def is_profiling() -> bool:
-    """Return whether a profiler of torch is on in this thread. Starting a second one would end it."""
+    """Return whether a torch profiler is running in this thread. Starting a second one would end it."""
     return bool(torch.autograd._profiler_enabled())

@@ -18,10 +18,10 @@ _INSTALL = "Run `pip install 'torchao>=0.18'`, or use precision 'bf16', which ne
 
 
 def torchao_float8() -> Any:
-    """Return the module `torchao.float8`.
+    """Return the module `torchao.float8`, or raise an `ImportError`.
 
-    Older releases lack the workaround for a bug of Triton: code that torch 2.13 compiles beside fp8 gives NaN in about
-    every fourth run (pytorch/ao#4652). The check can go when no supported torch needs it.
+    Older releases lack the workaround for a bug of Triton: code that torch 2.13 compiles together with fp8 gives NaN in
+    about every fourth run (pytorch/ao#4652). Remove when no supported torch needs the check.
 
     Raises:
         ModuleNotFoundError: Without torchao.
@@ -36,7 +36,8 @@ def torchao_float8() -> Any:
         raise ImportError(f"precision 'fp8' needs torchao 0.18 or later; torchao {version} is installed. {_INSTALL}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torchao's own deprecations, which our users cannot change
+            # hides torchao's own deprecation warnings, because our users cannot act on them
+            warnings.simplefilter("ignore")
             import torchao.float8  # pyright: ignore[reportMissingImports]
     except Exception as error:
         raise ImportError(
@@ -50,8 +51,8 @@ def torchao_float8() -> Any:
 def float8_twin(linear: nn.Linear, config: Any) -> nn.Module:
     """Return a layer that computes `linear` in fp8, and shares its dictionary of parameters.
 
-    `convert_to_float8_training` returns such a layer, but with parameters of its own. Can go when torchao has a
-    function of an input and a weight.
+    `convert_to_float8_training` returns such a layer, but with parameters of its own. Remove when torchao has a
+    function that takes an input and a weight.
     """
     has_bias = vars(linear)["_parameters"]["bias"] is not None
     plain = nn.Linear(linear.in_features, linear.out_features, bias=has_bias, device="meta")
@@ -70,7 +71,7 @@ def _product() -> Any:
         @override
         def forward(ctx: Any, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             output = matmul_with_hp_or_float8_args.forward(ctx, *args)
-            base = output._base  # if it is a view of its base, autograd would refuse an edit in place
+            base = output._base  # a view would make autograd refuse an edit in place
             return output if base is None or base.shape != output.shape else base
 
         @staticmethod
@@ -90,7 +91,8 @@ def float8_linear(twin: Any, values: Tensor) -> Tensor:
     """Compute the output of the twin for rows of bf16 values.
 
     Unlike with torchao's own product, the result can be edited in place. Its gradient can be differentiated again, and
-    be taken for many directions at once; such gradients use bf16 products. Can go when torchao supports all three.
+    can be computed for many directions at once; such gradients use bf16 products. Remove when torchao supports all
+    three.
     """
     out = _product().apply(values, twin.weight.t(), twin.linear_mm_config, twin.config)
     return out if twin.bias is None else out + twin.bias.to(out.dtype)

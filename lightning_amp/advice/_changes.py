@@ -15,7 +15,10 @@ from lightning_amp.shadow import copy_batch
 
 
 def fuse_optimizers(module: LightningModule) -> LightningModule:
-    """Make the optimizers fused that this module configures. The module is changed, so it must be ours."""
+    """Turn on `fused=True` in the optimizers that this module configures.
+
+    This changes the module, so pass a copy and not the user's object.
+    """
     configure = module.configure_optimizers
 
     def configure_optimizers() -> Any:
@@ -30,7 +33,10 @@ def fuse_optimizers(module: LightningModule) -> LightningModule:
 
 
 def _fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer fused that has not stepped yet. It stays the same object, which schedules refer to."""
+    """Turn on `fused=True` in an optimizer that has not stepped yet.
+
+    The optimizer stays the same object, because schedules refer to it.
+    """
     groups: list[Any] = optimizer.param_groups
     for group in groups:
         group.update(fused=True, foreach=False)
@@ -41,7 +47,7 @@ def _fuse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def can_fuse(optimizer: Any) -> bool:
-    """Return whether torch has a fused kernel for this optimizer that it does not use."""
+    """Return whether this optimizer could use a fused kernel of torch but does not."""
     kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
     if type(optimizer) not in kinds or _torch.is_fused(optimizer):
         return False
@@ -69,7 +75,7 @@ def has_convolutions(module: nn.Module) -> bool:
 
 
 def joined(batches: Sequence[Any], times: int) -> list[Any] | None:
-    """Join copies of batches to one that is `times` as large; `None` if their contents cannot be joined."""
+    """Join copies of batches into one batch that is `times` as large; `None` if their contents cannot be joined."""
     if not batches:
         return None
     parts = [copy_batch(batches[i % len(batches)]) for i in range(times)]

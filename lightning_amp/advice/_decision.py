@@ -18,14 +18,14 @@ FP32 = "fp32"
 @final
 @dataclass(frozen=True)
 class Decision:
-    """Which precision is recommended for speed, and the measurement that the recommendation rests on.
+    """The precision recommended for speed, and the measurement behind the recommendation.
 
     Attributes:
-        looked_at: The precision that the report is about.
+        looked_at: The precision that the report examines.
         use: The recommended precision; `None` if the measurements do not decide.
-        basis: `"step"`: the user's own step was timed against fp32. `"products"`: matrix products were. `"support"`:
-            only fp32 has instructions here. `"nothing"`: neither was measured.
-        speed: The speed of the step or the products in `use`; in `looked_at` if `use` is fp32 or `None`.
+        basis: `"step"`: the user's own step was timed against fp32. `"products"`: matrix products were timed against
+            fp32. `"support"`: only fp32 has instructions here. `"nothing"`: neither was measured.
+        speed: The speed of the step or the products in `use`; the speed in `looked_at` if `use` is fp32 or `None`.
 
     """
 
@@ -49,7 +49,8 @@ def decide(machine: Machine, looked_at: str, step: Step | None = None) -> Decisi
         return Decision(looked_at, None, "nothing")
     found, products = machine.format(looked_at), machine.speed(looked_at)
     emulated = found is not None and found.support == "emulated"
-    if speed.claim == "one run" or (speed.claim == "undecided" and emulated):  # products decide, if they agree
+    # products decide if they agree with the step
+    if speed.claim == "one run" or (speed.claim == "undecided" and emulated):
         agrees = products is not None and products.claim == "slower" and speed.ratio < 1
         return Decision(looked_at, FP32, "products", products) if agrees else Decision(looked_at, None, "step", speed)
     use = {"faster": looked_at, "slower": FP32}.get(speed.claim)
@@ -78,7 +79,7 @@ def mixed_formats(machine: Machine) -> list[str]:
 
 
 def _is_open(machine: Machine, name: str) -> bool:
-    """Return whether a format has instructions, and measurements do not decide how fast its products are."""
+    """Return whether a format has instructions but measurements do not decide how fast its products are."""
     found, speed = machine.format(name), machine.speed(name)
     has_instructions = found is not None and found.support in ("native", "partial")
     return has_instructions and (speed is None or speed.decided_ratio is None)

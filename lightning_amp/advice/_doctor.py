@@ -1,4 +1,4 @@
-"""`doctor`: measure what this machine can do, and say why a module is not faster in mixed precision."""
+"""`doctor`: measure what this machine can do, and explain why a module is not faster in mixed precision."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def doctor(
     trainer_kwargs: Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
 ) -> DoctorReport:
-    """Measure what this machine can do and, with a module, say why mixed precision is not faster or saves no memory.
+    """Measure what this machine can do.
+
+    With a module, also explain why mixed precision is not faster or saves no memory.
 
     .. code-block:: python
 
@@ -39,16 +41,16 @@ def doctor(
         print(report)
         print(report.findings[0].code, report.findings[0].action)
 
-    The machine part times matrix products of several sizes and 3x3 convolutions in each precision, in turns. It says
-    which precisions are native, emulated or missing, whether TF32 is on, and which faults the installed versions have.
-    It recommends a precision, or says "undecided".
+    The machine part times matrix products of several sizes and 3x3 convolutions in each precision, in turns. It reports
+    which precisions are native, emulated or missing, whether TF32 is on, and known faults of the installed versions. It
+    recommends a precision, or says "undecided".
 
     The module part trains a copy of the module for some steps, in this process, by a Trainer of its own. One step is
-    recorded operation by operation, and others are timed. Then steps are timed in turns with one thing changed (fp32,
-    `fused=True`, channels_last, without `fp32_modules`, a larger batch), so all advice was tried. Nothing is written.
-    The module, the random generators and the settings of the process stay as they were. One device is examined,
-    whatever the strategy. Code compiled by `torch.compile` is timed compiled and recorded eagerly. If a step takes too
-    long for several rounds, the report is made from one run of each precision.
+    recorded operation by operation, and others are timed. Then steps are timed in turns, each with one setting changed
+    (fp32, `fused=True`, channels_last, without `fp32_modules`, a larger batch), so every piece of advice was tried.
+    Nothing is written. The module, the random generators and the settings of the process do not change. One device
+    is examined, whatever the strategy. Code compiled by `torch.compile` is timed compiled and recorded eagerly. If a
+    step takes too long for several rounds, the report is made from one run of each precision.
 
     Args:
         make_module: Returns the LightningModule: its class, or a function without arguments. It need not be new.
@@ -56,20 +58,21 @@ def doctor(
         precision: The precision to examine: a name, a plugin, or the arguments of :class:`AmpPrecision` as a mapping.
         trainer_kwargs: Arguments of the Trainer, without `precision` and `plugins`. Callbacks run as copies. Loggers,
             checkpoints and arguments that limit the length of training are left out.
-        device: The device to examine. Default: the first device on which Lightning would train, as
-            `trainer_kwargs["accelerator"]` and `trainer_kwargs["devices"]` say.
+        device: The device to examine. Default: the first device on which Lightning would train, according to
+            `trainer_kwargs["accelerator"]` and `trainer_kwargs["devices"]`.
 
     Returns:
         The findings, worst first, with all measurements.
 
     Raises:
         ValueError: If an argument is wrong, if the device cannot run the precision, or if there is no training batch.
-        TypeError: If a factory returns something else.
+        TypeError: If a factory returns an object of another type.
         Exception: Any exception of the user's own code.
 
-    Cost: 5 to 30 s for the machine. For a module, at most a minute beside its own steps (about 150). Each variant that
+    Cost: 5 to 30 s for the machine. For a module, at most a minute in addition to its own steps (about 150). Each
+        variant that
     is tried needs a copy of the module, up to six in all; only the one that trains is on the device. A variant that
-    does not fit is left out, and the report says so.
+    does not fit into memory is left out, and the report mentions it.
 
     """
     require(
@@ -120,7 +123,7 @@ def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> tor
 
 
 def _name(source: Any, device: torch.device) -> str:
-    """Return our name of a precision, also for a plugin of Lightning."""
+    """Return our name for a precision, which may be given as a Lightning plugin."""
     if isinstance(source, Mapping):
         given = our_name(source.get("precision", "auto"))
         return Choice.pick(device)[0].name if given == "auto" else given

@@ -25,7 +25,7 @@ _NEARLY_BEST = 0.75
 
 
 def examine(device: torch.device, *, short: bool = False) -> Machine:
-    """Measure a machine. `short` leaves out sizes, so that it takes only some seconds.
+    """Measure a machine. `short` leaves out sizes, so that the measurement takes only a few seconds.
 
     Cost: at most 20 s, memory of three matrices of 8192 x 8192 on a GPU.
 
@@ -60,7 +60,7 @@ def examine(device: torch.device, *, short: bool = False) -> Machine:
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter here."""
+    """Return the versions of Python and of the packages that affect speed."""
     found = {"Python": platform.python_version(), "torch": str(torch.__version__)}
     for name in ("lightning", "torchmetrics", "lightning_amp", "torchao", "triton"):
         try:

@@ -1,4 +1,4 @@
-"""Watch a few training steps of the user's own module on its own batches, then time the step with one thing changed."""
+"""Watch a few training steps of the user's module on its own batches, then time the step with one setting changed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from lightning_amp.shadow import own_data, own_module, private_trainer, run_priv
 from lightning_amp.tracing import RandomState, paired_random
 
 _INEFFICIENT = 3.0
-"""A small product counts with at most this many times the seconds that the device needs for its FLOPs."""
+"""The time of a small product is capped at this multiple of the seconds that the device needs for its FLOPs."""
 
 
 def examine_step(
@@ -55,7 +55,7 @@ def examine_step(
     start = RandomState.capture(device.type)
 
     def own() -> LightningModule:
-        with paired_random(device.type, start):  # a factory may draw how deep its network is
+        with paired_random(device.type, start):  # a factory may choose the depth of its network at random
             return own_module(make_module)
 
     with ExitStack() as stack:
@@ -94,7 +94,7 @@ def _watched_fit(watch: Watch, trainer: Any, module: LightningModule, data: Ligh
     try:
         run_private_fit(trainer, module, data)
     except Exception as error:
-        if not watch.batches and trainer.num_training_batches == 0:  # a schedule over no steps, for example
+        if not watch.batches and trainer.num_training_batches == 0:  # such as a schedule over zero steps
             raise ValueError(no_batch) from error
         raise
     if watch.step is None:
@@ -108,7 +108,7 @@ def _watched_fit(watch: Watch, trainer: Any, module: LightningModule, data: Ligh
 def _contestants(
     step: Step, watch: Watch, module: LightningModule, plugin: Any, arm: ArmSpec, own: Callable[[], LightningModule]
 ) -> Iterator[Contestant]:
-    """Yield the step as it is, in fp32, and with each change that may help."""
+    """Yield the unchanged step, the step in fp32, and the step with each change that may help."""
     batches = Batches(watch.batches, watch.loader)
     yield Contestant(AS_IT_IS, lambda: (module, plugin), batches)
     if watch.choice is None or watch.choice.mixed:
@@ -135,7 +135,7 @@ def _unaligned(recorded: Recording, alignment: int, device: torch.device, notes:
 
 
 def _at_equal_history(own: Memory, full: Memory, notes: list[str]) -> Memory:
-    """Return the memory in fp32 with the optimizer states of the step as it is.
+    """Return the memory in fp32, with the optimizer states taken from the unchanged step.
 
     LBFGS keeps more states with each step, and the fp32 run has fewer steps. Optimizer states have the format of the
     parameters, which is the same in both runs.

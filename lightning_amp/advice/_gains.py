@@ -1,4 +1,4 @@
-"""Compare the speed of two variants of a step, within the limits of what is possible."""
+"""Compare the speed of two variants of a step, and cap a gain at the highest possible one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PARTS: dict[Label, tuple[str, ...]] = {
 def compare(contestant_s: Sequence[float], reference_s: Sequence[float], among: int = LOOKS) -> SpeedComparison | None:
     """Compare two series of seconds, paired by round; `None` if they have no round in common.
 
-    `among` is the number of comparisons behind one sentence. Together they err in 1 % of cases at most.
+    `among` is the number of comparisons behind one sentence: the chance that any of them is wrong is 1 % at most.
     """
     return SpeedComparison.of_rounds(contestant_s, reference_s, 1 - 0.01 / among)
 
@@ -48,7 +48,7 @@ def measured(step: Step, label: Label, base: Label = AS_IT_IS) -> SpeedCompariso
 
 
 def gain(step: Step, label: Label) -> SpeedComparison | None:
-    """Return the speed of a variant relative to the step as it is, limited by :func:`most_gain`.
+    """Return the speed of a variant relative to the unchanged step, limited by :func:`most_gain`.
 
     `None` if it was not timed, or if its whole interval lies above that limit, which only noise can cause.
     """
@@ -64,7 +64,7 @@ def most_gain(step: Step, label: Label) -> float:
     """Return the highest possible gain of a change (Amdahl): all other parts of the step keep their time."""
     if label not in _PARTS or not step.parts:
         return math.inf
-    whole = sum(seconds for part, seconds in step.parts.items() if part != DATA)  # races are run without loading
+    whole = sum(seconds for part, seconds in step.parts.items() if part != DATA)  # races time no loading
     share = sum(step.parts.get(part, 0.0) for part in _PARTS[label]) / max(whole, 1e-12)
     return 1 / (1 - share) if share < 1 else math.inf
 
@@ -80,7 +80,7 @@ def speed_up(step: Step) -> SpeedComparison | None:
 
 
 def more_rows(step: Step) -> SpeedComparison | None:
-    """Return the rows per second of a larger batch, relative to the step as it is; `None` if it was not timed."""
+    """Return the rows per second of a larger batch, relative to the unchanged step; `None` if it was not timed."""
     found = gain(step, LARGER_BATCH)
     if found is None:
         return None

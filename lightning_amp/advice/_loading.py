@@ -1,4 +1,4 @@
-"""Measure how fast a DataLoader is with other numbers of worker processes, without training."""
+"""Measure how fast a DataLoader is with different numbers of worker processes, without training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_amp.advice._record import Loading
 from lightning_amp.compare import num_rows
 
 _TRIAL_S = 2.0
-"""Seconds for one trial, without the start of its workers."""
+"""Seconds for one trial, not counting the start of its workers."""
 _LEAST_BATCHES, _MOST_BATCHES = 8, 40
 
 
@@ -40,7 +40,7 @@ def loading_of(loader: Any, wait_s: float, restart_s: float, notes: list[str], *
 
 
 def batch_s(loader: DataLoader[Any], workers: int, alone_s: float) -> float:
-    """Return the seconds per batch with so many workers, without the time that workers take to start and to end."""
+    """Return the seconds per batch with `num_workers` workers, not counting the time to start and to end them."""
     wanted = max(_LEAST_BATCHES, 2 * workers, min(_MOST_BATCHES, int(_TRIAL_S / max(alone_s, 1e-4))))
     began = ended = time.perf_counter()
     number, before = 0, 2 * workers
@@ -58,9 +58,10 @@ def batch_s(loader: DataLoader[Any], workers: int, alone_s: float) -> float:
 
 
 def serves_each_row_once(loader: DataLoader[Any], workers: int) -> bool:
-    """Return whether a stream has as many rows with workers as without; `False` if reading all of it takes too long.
+    """Return whether a stream yields as many rows with workers as without workers.
 
-    A dataset that does not divide its rows by `get_worker_info` serves every row once per worker.
+    It is `False` if reading the whole stream takes too long. A dataset that does not divide its rows by
+    `get_worker_info` serves every row once per worker.
     """
     alone = _rows(loader, 0, most=None)
     return alone is not None and _rows(loader, workers, most=alone) == alone

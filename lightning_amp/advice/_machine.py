@@ -36,7 +36,7 @@ class Product:
 
 
 def judged(products: Iterable[Product]) -> Product | None:
-    """Return the product by which a format is judged: the largest one with the most rounds."""
+    """Return the product by which a format is judged: the largest of the products that ran the most rounds."""
     compared = [(p.speed.num_repetitions, p.size, p) for p in products if p.speed is not None]
     return max(compared, default=(0, 0, None), key=lambda found: found[:2])[2]
 
@@ -61,7 +61,7 @@ class Format:
         support: `"native"`: it has instructions, and neither products nor convolutions are measured to be slower than
             in fp32. `"partial"`: it has instructions, but one of them is slower. `"emulated"`: it has no instructions.
             `"missing"`: it does not run.
-        reason: The instructions, what is slower, or why there are none, in a few words.
+        reason: A few words: the instructions, the slower operation, or the reason why there are no instructions.
         tflops: The highest rate of its products; 0 if none was measured.
         fills_at: The smallest size whose products reach three quarters of that rate; 0 if none was measured.
 
@@ -77,7 +77,7 @@ class Format:
 @final
 @dataclass(frozen=True)
 class Trap:
-    """A fault of an installed version: a text that says what goes wrong and what to do, and its source."""
+    """A fault of an installed version: a text with the fault and its remedy, and its source."""
 
     package: str
     version: str
@@ -128,6 +128,6 @@ class Machine:
         return None if product is None else product.speed
 
     def slowest_convolution(self, name: str) -> Convolution | None:
-        """Return the convolution that loses most against fp32; `None` if none is slower."""
+        """Return the convolution that is slowest compared with fp32; `None` if none is slower."""
         slower = [c for c in self.convolutions if c.format == name and c.speed.claim == "slower"]
         return min(slower, key=lambda convolution: convolution.speed.ratio, default=None)

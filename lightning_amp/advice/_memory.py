@@ -1,4 +1,4 @@
-"""Derive from a recorded step what its memory holds at the peak."""
+"""Derive from a recorded step which tensors fill its memory at the peak."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def memory(recorded: Recording, module: nn.Module, optimizers: Iterable[torch.op
 
 
 def _peak(allocations: Sequence[Allocation], kind: Callable[[Allocation], str]) -> tuple[Counter[str], int]:
-    """Return the bytes at the peak, by kind and in all."""
+    """Return the bytes at the peak, by kind and in total."""
     changes = Counter[int]()
     for made in allocations:
         changes[made.begin] += made.num_bytes

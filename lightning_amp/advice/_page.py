@@ -23,7 +23,7 @@ _TF32 = {
     (False, "on"): "on: fp32 products are computed in TF32",
     (False, "off"): "off: fp32 products are computed in full precision",
 }
-"""The key is whether the device is a CPU, and the switch. A CPU has no TF32 that could be off."""
+"""The key is a pair: whether the device is a CPU, and the state of the switch. A CPU has no TF32 that could be off."""
 
 
 def to_markdown(findings: Sequence[Finding], machine: Machine, step: Step | None) -> str:
@@ -91,7 +91,7 @@ def _largest(values: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def _other_time(step: Step) -> Iterator[str]:
-    """Explain why the parts do not add up to the step of the race, if they do not."""
+    """Explain why the parts do not add up to the step time measured in the race, if they do not."""
     timed = step.variant(AS_IT_IS)
     parts_s = sum(seconds for part, seconds in step.parts.items() if part != DATA)
     if timed is None or parts_s / _DIFFERENT <= (race_s := median(timed.step_s)) <= parts_s * _DIFFERENT:
@@ -111,7 +111,7 @@ def _variants(step: Step) -> Iterator[tuple[str, str, str]]:
 
 
 def _against(step: Step, label: Label) -> str:
-    """Write the speed of a variant relative to the step as it is."""
+    """Write the speed of a variant relative to the unchanged step."""
     if label == AS_IT_IS:
         return ""
     found = gain(step, label)

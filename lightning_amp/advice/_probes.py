@@ -1,4 +1,4 @@
-"""Time matrix products and convolutions in several formats, in rounds that run each of them once."""
+"""Time matrix products and convolutions in several formats, in rounds. Each round runs every one of them once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lightning_amp.tracing import fp32_switches, full_precision
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _ROUNDS = (3, 9)
-"""The least and the most."""
+"""The least and the largest number of rounds."""
 _MOST_CALLS = 5
 """Calls of a probe in one round, of which the median counts."""
 _PRODUCT_S, _CONVOLUTION_S = 0.6, 0.2
 """Seconds for one size in one format. A size is left out if the smaller one shows that it would take longer."""
 
 _CONVOLUTIONS = 4
-"""Convolutions of one format: two strides, two parts. A finding names the slowest of them."""
+"""Number of convolutions of one format: two strides, forward and backward each. A finding names the slowest of them."""
 
 
 @final
@@ -51,7 +51,7 @@ def time_probes(
     """Return the seconds of each probe by round.
 
     A probe whose first call takes longer than `most_s`, the seconds for each probe, runs in one round only. `failed` is
-    called with the name and the exception if a probe raises; without it the exception is raised.
+    called with the name and the exception if a probe raises; without `failed` the exception is raised.
     """
     timed = {name: _TimedProbe(probe, device, most_s) for name, probe in probes.items()}
     return in_rounds(timed, lambda number: [name for name, one in timed.items() if one.takes_part(number)], failed)
@@ -60,7 +60,7 @@ def time_probes(
 @final
 @dataclass
 class _TimedProbe:
-    """A probe that counts the seconds it has used."""
+    """A probe that adds up the seconds it has used."""
 
     probe: Probe
     device: torch.device
@@ -120,7 +120,7 @@ def product(name: str, sizes: tuple[int, int, int], device: torch.device) -> Pro
     made: list[Callable[[], Any]] = []
 
     def run() -> None:
-        if not made:  # allocated in the first call, whose exceptions are reported
+        if not made:  # allocated in the first call, because its exceptions are reported
             made.append(_multiplication(name, sizes, device))
         with torch.no_grad():
             made[0]()
@@ -177,7 +177,8 @@ def convolutions(
     format counts. `notes` gets a note for each measurement that failed.
     """
     for stride in (1, 2):
-        last: dict[str, Any] = dict.fromkeys(names, (0.0, 1))  # seconds of the slower part, and work, at the last size
+        # seconds and amount of work of the slower part, at the last size
+        last: dict[str, Any] = dict.fromkeys(names, (0.0, 1))
         found: dict[tuple[str, Part], Convolution] = {}
         for rows, channels, side in sizes:
             work = rows * channels**2 * side**2

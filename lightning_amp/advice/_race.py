@@ -1,4 +1,4 @@
-"""Time the same training step with one thing changed, in turns: doctor advises only changes that it has tried."""
+"""Time the same training step with one setting changed, in turns. The doctor advises only changes that it has tried."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from lightning_amp.measure import StepTimer
 from lightning_amp.shadow import copy_batch, is_out_of_memory, private_trainer, run_private_fit
 
 _ROUNDS = (3, 9, 18)
-"""The least number of rounds; the number before the first look at the claims; and the most, while a claim is open."""
+"""The least number of rounds, the number after which a race ends if all claims are decided, and the largest number."""
 _LAPS = 4
 _FEW = 3
 _BUDGET_S = 18.0
-"""Seconds for all rounds. The least number of them may take longer, unless one step already takes much of it."""
+"""Seconds for all rounds.
+
+The least number of rounds may take longer, unless a single step already takes a large part of this time.
+"""
 
 
 @final
@@ -107,7 +110,7 @@ def giving(data: LightningDataModule | None, loader: Batches) -> Generator[Any]:
 @final
 @dataclass(frozen=True)
 class Track:
-    """Where all contestants run: the device, the user's Trainer arguments, and the data module if there is one."""
+    """The setting that all contestants share: the device, the user's Trainer arguments, and the data module, if any."""
 
     device: torch.device
     trainer_kwargs: Mapping[str, Any]
@@ -120,7 +123,7 @@ class Contestant:
     """A variant that takes part in a race.
 
     Attributes:
-        make: Returns a module and a plugin of its own. They are kept in `made` from round to round.
+        make: Returns a module and a plugin of its own. The contestant keeps both in `made` for all rounds.
         is_watched: Whether to record a step, in a fit before the first round.
         step_s: The median seconds of a step in each round.
         record: The record of a step, if `is_watched`.
@@ -137,7 +140,7 @@ class Contestant:
     record: Step | None = None
 
     def round(self, track: Track, laps: int) -> None:
-        """Train for some steps, and note how long they took. After an error, do nothing."""
+        """Train for some steps, and note how long they took. Do nothing if an earlier round failed."""
         if self.error:
             return
         try:
@@ -164,7 +167,7 @@ class Contestant:
             run_private_fit(trainer, module, **source)
 
     def result(self) -> Variant:
-        """Return the times, or the error."""
+        """Return the times, or the error that ended the contestant."""
         return Variant(self.label, tuple(self.step_s), self.error)
 
 
@@ -181,7 +184,7 @@ def race(
         contestants: The first one is the reference. Where steps are long, only the first ones take part.
         track: Where they run.
         known_s: Seconds of a step of the reference, as timed before. If the least number of rounds would exceed the
-            budget, the reference keeps this one time, and the second contestant runs once.
+            budget, this is the reference's only time, and the second contestant runs once.
         say: Called with the progress.
 
     """
@@ -220,6 +223,6 @@ def _one_run_of_each(contestants: Sequence[Contestant], track: Track, known_s: f
 
 
 def _is_open(contestant: Contestant, reference: Contestant) -> bool:
-    """Return whether more rounds could decide how fast a contestant is."""
+    """Return whether more rounds could decide if a contestant is faster or slower."""
     found = compare(contestant.step_s, reference.step_s) if contestant is not reference else None
     return found is not None and found.claim == "undecided"

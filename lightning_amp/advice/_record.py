@@ -1,4 +1,4 @@
-"""The record of a training step: everything that was measured of it. Each finding derives its own facts from it."""
+"""The record of a training step: all measurements of the step. Each finding derives its own facts from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMES_LARGER = 4
 Setting = Literal["anomaly detection", "deterministic algorithms"]
 
 _EMPTY = {"t", "view", "detach", "transpose", "expand", "slice", "select", "unsqueeze", "permute", "_unsafe_view"}
-"""Operations that compute nothing: their time is the cost of calling an operation."""
+"""Operations that compute nothing, so their time is the cost of any operation call."""
 
 
 # -- one step, operation by operation ----------------------------------------------------------------------------------
@@ -40,10 +40,10 @@ class Operation:
 
     Attributes:
         part: The part of the step: `"forward"`, `"backward"`, `"optimizer"`, ...
-        module: The innermost module whose forward was running; empty for the root module, and outside of all.
-        asked: The function of torch that the caller used: `"torch.nn.functional.linear"`; empty in a backward.
+        module: The innermost module whose forward was running; empty for the root module and outside of all modules.
+        asked: The torch function that the caller used: `"torch.nn.functional.linear"`; empty in a backward.
         autocast: Whether autocast was on where that function was called.
-        place: The user's line that asked for a cast, or for a product that ran in fp32.
+        place: The user's line that caused a cast, or a product in fp32.
         dtype: The dtype that a matrix product multiplies; empty for other operations.
         sizes: Rows, depth and columns of a product of two matrices.
         is_convolution: Whether it is the forward of a convolution over two or three dimensions.
@@ -72,7 +72,7 @@ class Operation:
 @final
 @dataclass(slots=True)
 class Allocation:
-    """Memory of a tensor that an operation made.
+    """The memory of a tensor that an operation made.
 
     Attributes:
         begin: Number of operations that had run before; -1 for gradients left from the step before.
@@ -90,20 +90,20 @@ class Allocation:
     is_cast: bool = False
 
     def freed(self, moment: int) -> None:
-        """Note when it was freed."""
+        """Record when the memory was freed."""
         self.end = moment
 
 
 @final
 class Loss(NamedTuple):
-    """A softmax over classes, with which the loss of a classifier or a language model begins."""
+    """A softmax over classes: the first operation of the loss of a classifier or a language model."""
 
     rows: int
     classes: int
 
     @property
     def numel(self) -> int:
-        """Return the number of elements of its input."""
+        """Return the number of elements of the softmax input."""
         return self.rows * self.classes
 
 
@@ -164,14 +164,14 @@ class Recording:
 
     @cached_property
     def product_s(self) -> float:
-        """Return the seconds in matrix products, without the time that any call takes."""
+        """Return the seconds in matrix products, without the fixed cost of each call."""
         empty = [operation.seconds for operation in self.of_the_module if operation.name in _EMPTY]
         call_s = median(empty) if empty else 0.0
         return sum(max(0.0, operation.seconds - call_s) for operation in self.of_the_module if operation.flops)
 
     @cached_property
     def convolution_flops(self) -> int:
-        """Return the FLOPs of convolutions over two or three dimensions, in any format."""
+        """Return the FLOPs of all convolutions over two or three dimensions, in any memory format."""
         return sum(operation.flops for operation in self.of_the_module if operation.is_convolution)
 
     @cached_property
@@ -187,7 +187,7 @@ class Recording:
 @final
 @dataclass(frozen=True)
 class Variant:
-    """A step as it is or with one change: its median seconds without data loading per round, or what ended it."""
+    """An unchanged step or a step with one change: its median seconds per round without data loading, or its error."""
 
     label: Label
     step_s: tuple[float, ...] = ()
@@ -240,9 +240,9 @@ class Loading:
     Attributes:
         wait_s: Seconds that a step waits for its batch.
         restart_s: The part of `wait_s` in which the loader began an epoch.
-        tried: Numbers of workers with which the loader was tried alone, and the seconds per batch. For a stream only
-            numbers of workers that serve each row once.
-        is_stream: Whether it reads an `IterableDataset`, of which each worker may serve every row.
+        tried: Numbers of workers that were tried with the loader alone, and the seconds per batch. For a stream, only
+            numbers of workers at which each row is served once.
+        is_stream: Whether the loader reads an `IterableDataset`, of which each worker may serve every row.
 
     """
 
@@ -264,7 +264,7 @@ class Unaligned:
         module: The first module whose forward computes it.
         flops: FLOPs of all of them, forward and backward.
         seconds: Time of all of them.
-        padded_speed: How much faster one is with padded sizes; `None` if it was not measured.
+        padded_speed: How much faster one product is with padded sizes; `None` if it was not measured.
 
     """
 
@@ -283,7 +283,7 @@ class Step:
     """A training step of a module, and its cost.
 
     Attributes:
-        precision: As :class:`AmpPrecision` names it.
+        precision: The precision, as :class:`AmpPrecision` names it.
         plugin: The line of code that makes the plugin.
         batch_size: Rows of a batch; 0 if unknown.
         parts: Mean seconds of a step by part: `"data"`, `"forward"`, `"backward"`,
@@ -291,7 +291,7 @@ class Step:
         num_timed: Number of steps behind `parts` and `callbacks`.
         callbacks: Mean seconds of a step by callback.
         recorded: One step, operation by operation.
-        fp32_recorded: The same in fp32; `None` if it could not run.
+        fp32_recorded: The same step in fp32; `None` if it could not run.
         fp32_product_share: The share of a step in fp32 that half precision could make faster: its matrix products.
         fp32_memory: Memory at the peak in fp32; `None` if it could not run.
         loading: How batches are loaded; `None` if the loader is not a plain `DataLoader`.

@@ -1,4 +1,4 @@
-"""Record each operation of a training step: its time, FLOPs and casts, the module, and the line that asked for it."""
+"""Record each operation of a training step: its time, FLOPs and casts, its module, and the user's line."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from lightning_amp.measure import BACKWARD, FORWARD, DeviceClock
 from lightning_amp.tracing import called_by_optimizer, running_place, user_place
 
 _READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"}
-"""Methods that give the values of a tensor to the host. On a CPU some of them run no operation."""
+"""Methods that copy the values of a tensor to the host. On a CPU some of them run no operation."""
 
 
 @final
 class _Call(NamedTuple):
-    """A running function of torch: its name, whether autocast was on, whether it gives values to the host."""
+    """A running torch function: its name, whether autocast was on, whether it copies values to the host."""
 
     name: str = ""
     autocast: bool = False
@@ -38,13 +38,13 @@ class _Call(NamedTuple):
 class Recorder:
     """Record what runs inside `with recorder:`. All results stay the same, but the step takes longer.
 
-    Code that `torch.compile` compiled runs eagerly.
+    Compiled code (`torch.compile`) runs eagerly.
 
     Args:
         module: The module whose submodules are named.
         device: The device of the step.
         fp32_modules: Modules that the plugin keeps in fp32, and all modules inside them.
-        held: Tensors that exist before the step beside parameters and buffers: optimizer states and the batch.
+        held: Tensors besides parameters and buffers that exist before the step: optimizer states and the batch.
         part: Returns the part of the step that is running.
         boundary: The file that runs the step. Frames outside of it are not the user's.
 
@@ -78,7 +78,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         for full_name, module in self._module.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+            if not isinstance(module, torch.jit.ScriptModule):  # TorchScript accepts no hooks
                 before = module.register_forward_pre_hook(partial(self._enter, _modules.plain_name(full_name)))
                 after = module.register_forward_hook(self._leave, always_call=True)
                 self._open.callback(before.remove)
@@ -116,7 +116,7 @@ class Recorder:
                 return
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function of torch, and remember while it runs that it was called."""
+        """Call a torch function, and remember it as the running one until it returns."""
         name, before = resolve_name(function) or getattr(function, "__name__", ""), self._called
         method = name.rpartition(".")[2]
         reads = method in _READS and any(isinstance(t, Tensor) and t.device.type == self._where.type for t in args[:1])
@@ -129,7 +129,7 @@ class Recorder:
             self._called = before
 
     def _note_wait(self, what: str) -> None:
-        """Note that the host waits here."""
+        """Record that the host waits here."""
         if called_by_optimizer():
             return
         place, is_own = running_place(self._boundary)
@@ -138,7 +138,7 @@ class Recorder:
     # -- the operation -------------------------------------------------------------------------------------------------
 
     def run(self, function: Any, args: Any, kwargs: Any, formulas: Any) -> Any:
-        """Run an operation, and note what it did."""
+        """Run an operation, and record it."""
         packet = getattr(function, "overloadpacket", function)
         wait = "a mask as an index" if packet in _aten.INDEXING and _by_mask(args) else _aten.WAITS.get(packet)
         if wait is not None and not self._called.reads:
@@ -185,7 +185,10 @@ class Recorder:
         )
 
     def _cast(self, operation: Operation, args: Any, out: Any) -> Operation:
-        """Return a copy between floating-point formats with its bytes; another copy as it is."""
+        """Return the record of a cast between floating-point formats with its bytes.
+
+        The record of another copy stays unchanged.
+        """
         source = args[1] if operation.name == "copy_" else args[0]
         if not (isinstance(source, Tensor) and isinstance(out, Tensor)):
             return operation
@@ -193,14 +196,14 @@ class Recorder:
         if not floating or source.dtype == out.dtype or not source.numel():
             return operation
         pointer = 0
-        with contextlib.suppress(RuntimeError):  # it has no storage of its own
+        with contextlib.suppress(RuntimeError):  # the tensor has no storage of its own
             pointer = source.data_ptr()
         place, is_own = running_place(self._boundary) if operation.part != BACKWARD else (None, False)
         return replace(
             operation,
             cast_bytes=out.numel() * out.element_size(),
             cast_of=pointer if pointer in self._parameters else 0,
-            place=place if is_own else None,  # ours may stand there instead, for a weight that is used again
+            place=place if is_own else None,  # for a reused weight, our own cast may stand there instead
         )
 
     def _allocated(self, tensor: Tensor, *, begin: int, is_cast: bool = False) -> None:
@@ -222,7 +225,7 @@ class Recorder:
 
 @final
 class _Functions(TorchFunctionMode):
-    """Send each function of torch through the recorder."""
+    """Pass each torch function through the recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -235,7 +238,7 @@ class _Functions(TorchFunctionMode):
 
 @final
 class _Operations(_modules.DispatchMode):
-    """Send each operation through the recorder."""
+    """Pass each operation through the recorder."""
 
     supports_higher_order_operators = True
 
@@ -250,7 +253,7 @@ class _Operations(_modules.DispatchMode):
 
 
 def _pointer(tensor: Tensor) -> int:
-    """Return where the storage of a tensor begins; 0 if it has none, as sparse tensors and some subclasses."""
+    """Return where the storage of a tensor begins; 0 if it has no storage, like sparse tensors and some subclasses."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError, ValueError):

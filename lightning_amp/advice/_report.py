@@ -35,7 +35,7 @@ class DoctorReport:
     Attributes:
         machine: The measurements of the machine.
         step: The measurements of a training step; `None` if only the machine was examined.
-        precision: The precision that the report is about, as :class:`AmpPrecision` names it.
+        precision: The precision that the report examines, as :class:`AmpPrecision` names it.
 
     """
 
@@ -50,7 +50,7 @@ class DoctorReport:
 
     @cached_property
     def decision(self) -> Decision:
-        """Return the recommended precision and its basis, with which every finding agrees."""
+        """Return the recommended precision and its basis. Every finding agrees with it."""
         return decide(self.machine, self.precision, self.step)
 
     @property
@@ -86,7 +86,7 @@ class DoctorReport:
 
 
 def _measured(step: Step) -> dict[str, object]:
-    """Return the measurements of a step and the facts derived from them, without the single operations."""
+    """Return the measurements of a step and the facts derived from them, without the individual operations."""
     own = asdict(replace(step, recorded=Recording(()), fp32_recorded=None))
     del own["recorded"], own["fp32_recorded"]
     recorded = step.recorded

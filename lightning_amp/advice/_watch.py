@@ -26,14 +26,14 @@ from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import PRIVATE_CALLBACKS, copy_batch
 
 MOST_SETTLING = 40
-"""Steps after which a loss scale is taken as it is."""
+"""Steps after which the loss scale counts as settled, whether it is or not."""
 _SETTLED = 3
-"""Steps that allocate memory, choose kernels and make optimizer states."""
+"""Number of first steps, which are not timed: they allocate memory, choose kernels and make optimizer states."""
 _SETTLING_S = 60.0
-"""Seconds after which a loss scale is taken as it is."""
+"""Seconds after which the loss scale counts as settled, whether it is or not."""
 _BATCHES_KEPT = 4
 _MOST_RECORDED = 10
-"""Recorded steps without a backward, after which such a step is taken as it is."""
+"""Number of recorded steps without a backward, after which a step without one is accepted."""
 _BETWEEN = "between epochs"
 _RESTART = "start of the loader"
 _HOOK = "on_before_batch_transfer"
@@ -44,7 +44,7 @@ _TIMED_S = (2.0, 8.0)
 
 @final
 class PartsProfiler(Profiler):
-    """Tell a timer which part of a step Lightning is in.
+    """Pass a timer the part of the step in which Lightning is.
 
     Callbacks whose names are in `own` are not the user's and do not count as callbacks.
     """
@@ -90,7 +90,8 @@ class Watch(Callback):
     Attributes:
         batches: Copies of some batches, as the loader gave them.
         choice: The precision of our plugin; `None` for another plugin.
-        step: The record of the step, without what only other fits can show; `None` before a step was recorded.
+        step: The record of the step, without the fields that only other fits can fill; `None` before a step was
+            recorded.
 
     """
 
@@ -152,7 +153,7 @@ class Watch(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._between_epochs:  # the loader starts next
+        if self._between_epochs:  # the loader starts after this hook
             self._timer.pop()
             self._timer.push(DATA, _RESTART)
 
@@ -201,10 +202,10 @@ class Watch(Callback):
             if enough or self.num_timed >= _TIMED[1]:
                 self._seconds, self._details = self._timer.stop()
                 self._phase = "recorded"
-        trainer.should_stop = self._phase == "done"  # whatever the module wants
+        trainer.should_stop = self._phase == "done"  # even if the module sets another one
 
     def _settle(self, trainer: Trainer) -> None:
-        """Begin to time, or to record, if this was the last step that settles."""
+        """Begin to time, or to record, if this step was the last one of the settling phase."""
         elapsed = time.perf_counter() - self._began_s
         if self._num_batches < _SETTLED and elapsed < _TIMED_S[1]:
             return
@@ -225,7 +226,7 @@ class Watch(Callback):
         self._installed.close()
 
     def _record(self, recorded: Recording, trainer: Trainer, module: LightningModule) -> Step:
-        """Return what this fit showed, while its optimizers and its loader still exist."""
+        """Return the measurements of this fit, while its optimizers and its loader still exist."""
         parts = {part: seconds / self.num_timed for part, seconds in self._seconds.items() if part != _BETWEEN}
         details = {name: seconds / self.num_timed for name, seconds in self._details.items()}
         restart_s, wait_s = details.pop(_RESTART, 0.0), parts.get(DATA, 0.0)
@@ -280,7 +281,10 @@ class _KeptBatches(MethodOverride):
 
 
 def is_settling(trainer: Trainer) -> bool:
-    """Return whether the last step was skipped, since a dynamic loss scale comes down. It waits for the device."""
+    """Return whether the last step was skipped because a dynamic loss scale is still falling.
+
+    It waits for the device.
+    """
     plugin = trainer.precision_plugin
     return isinstance(plugin, AmpPrecision) and plugin.last_step is not None and plugin.last_step.skipped
 

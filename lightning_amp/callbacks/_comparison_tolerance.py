@@ -22,7 +22,7 @@ OnExceed = Literal["warn", "raise"]
 
 
 def require_tolerance(tolerance: object) -> None:
-    """Raise a `ValueError` for a value that is no tolerance."""
+    """Raise a `ValueError` for a value that is not a valid tolerance."""
     numbers: Any = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"": tolerance}
     fine = all(isinstance(k, str) and is_number(v, finite=False) and v >= 0 for k, v in numbers.items())
     rule = "a number of at least 0, a mapping from metric names to such numbers or `None`"
@@ -38,19 +38,19 @@ class Tolerance:
         self._names_checked = False
 
     def check_names(self, trainer: Trainer, module: LightningModule, logged: AbstractSet[str]) -> None:
-        """Raise a `ValueError` for names that are not logged up to the first comparison. All ranks must call."""
+        """Raise a `ValueError` for names that are not logged up to the first comparison. All ranks must call this."""
         if not isinstance(self._tolerance, Mapping) or self._names_checked:
             return
         if not trainer.sanity_checking:
             self._names_checked = True
         stage: Stage = "test" if trainer.testing else "validation"
         error = _why_not_logged(self._tolerance, logged, module, stage, sanity=trainer.sanity_checking)
-        # A metric that is logged on rank 0 only is unknown to the others.
+        # The other ranks do not have a metric that is logged on rank 0 only.
         if trainer.strategy.reduce_boolean_decision(error is not None, all=True):
             raise ValueError(error)
 
     def judge(self, trainer: Trainer, table: ComparisonTable) -> None:
-        """Warn of metrics above their tolerance, or raise a `RuntimeError`. All ranks must call."""
+        """Warn of metrics above their tolerance, or raise a `RuntimeError`. All ranks must call this."""
         if self._tolerance is None:
             return
         where = table.exceeding()
@@ -69,11 +69,12 @@ def _why_not_logged(
 ) -> str | None:
     """Name the metrics of `tolerance` that are not logged; return `None` if all are.
 
-    One tolerance serves validation and test. If the module has both steps, a name with "test" in it belongs to test.
+    One tolerance serves validation and test. If the module has both steps, a name that contains "test" belongs to the
+    test.
 
-    The sanity check may not log a metric that a later validation logs. There, a name is accepted if it stands in the
-    module's code, and all names are if that code asks for `sanity_checking`. A name that was logged for each loader
-    (`<name>/dataloader_idx_0`) is never accepted.
+    The sanity check may lack a metric that a later validation logs. In the sanity check, a name is accepted if the
+    module's code contains it. If that code reads `sanity_checking`, all names are accepted. A name that was logged for
+    each loader (`<name>/dataloader_idx_0`) is never accepted.
     """
     if is_overridden("validation_step" if stage == "test" else "test_step", module):
         names = [name for name in names if ("test" in name.lower()) == (stage == "test")]
@@ -110,7 +111,7 @@ def _words_of_code(code: CodeType) -> Iterator[str]:
         constant = waiting.pop()
         if isinstance(constant, str):
             yield constant
-        elif isinstance(constant, (tuple, frozenset)):  # the keys of a dictionary
+        elif isinstance(constant, (tuple, frozenset)):  # a constant tuple, such as the keys of a dictionary
             waiting.extend(constant)
         elif isinstance(constant, CodeType):
             yield from _words_of_code(constant)

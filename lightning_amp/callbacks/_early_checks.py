@@ -1,4 +1,4 @@
-"""Find faults before they cost a run: bad values, averages in half precision, bad hyperparameters."""
+"""Find faults early in a run: values that are not finite, averages in half precision, bad hyperparameters."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lightning_amp.casting import is_metric
 from lightning_amp.numerics import dense, stack_scalars
 
 _STATISTICS = ("running_mean", "running_var")
-_MOST_BATCHES = 1000  # the number of batches in which a write to a copy is awaited
+_MOST_BATCHES = 1000  # the number of batches in which to look for a write to a copy
 
 
 @final
 class EarlyChecks:
     """Checks a run at its start and at each step. Each message is returned once; nothing changes.
 
-    Cost: :meth:`before_fit` is one pass over parameters and buffers and waits for the device once. Later checks
-    read the host. They wait once for an average in half precision, and in :meth:`read_late` for a hyperparameter on a
-    device.
+    Cost: :meth:`before_fit` is one pass over parameters and buffers and waits for the device once. Later checks read
+    values on the host. They wait for the device once to check an average in half precision, and in :meth:`read_late`
+    for a hyperparameter.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class EarlyChecks:
         return self._once(self._settings.look(trainer, optimizer, step))
 
     def read_late(self, trainer: Trainer) -> list[str]:
-        """Name hyperparameters on a device that are not finite. Waits for the device if there are any."""
+        """Name hyperparameters on a device that are not finite. This waits for the device if there are any."""
         return self._once(self._settings.read(trainer))
 
     @property
@@ -108,7 +108,7 @@ class EarlyChecks:
 
 
 def _nonfinite_values(module: nn.Module) -> list[tuple[object, str]]:
-    """Find parameters with NaN or infinity, and buffers with values that no mask or marker has."""
+    """Find parameters and buffers with NaN or infinity. Buffers may have infinities that are masks or markers."""
     kinds, names, flags = list[str](), list[str](), list[Tensor]()
     for prefix, owner in module.named_modules():
         if is_metric(owner):

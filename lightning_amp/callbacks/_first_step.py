@@ -1,4 +1,7 @@
-"""Tell when the first optimizer step was applied. A sample before it misleads: the scale settles, zero layers rest."""
+"""Find out when the first optimizer step was applied.
+
+A sample before that step misleads: the scale is still falling, and layers that begin at zero have not moved.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from typing_extensions import final
 
 from lightning_amp.precision import AmpPrecision
 
-_PATIENCE = 3  # after more skipped steps that do not move the scale, waiting is no use
+_PATIENCE = 3  # after more skipped steps that do not move the scale, waiting is useless
 
 
 @final
 class FirstStep:
-    """Asks once per optimizer step whether one was applied, until the first was.
+    """Checks once per optimizer step whether a step was applied, until the first one was.
 
     Cost: one wait for the device per step, up to the first applied step.
 
@@ -26,7 +29,7 @@ class FirstStep:
         self._num_idle = 0
 
     def is_applied(self, trainer: Trainer) -> bool:
-        """Return whether a step was applied, or waiting is no use because the scale is below 1 or rests."""
+        """Return whether a step was applied, or waiting is useless because the scale is below 1 or no longer moves."""
         step = trainer.global_step
         if self._waits and step != self._asked_at:
             scale = _scale(trainer)
@@ -48,7 +51,7 @@ class FirstStep:
             if plugin.num_steps > 0 or plugin.num_skipped == 0:
                 return True
             before = None if plugin.last_step is None else plugin.last_step.scale
-        else:  # another plugin shows only its scale, which a skip lowers
+        else:  # with another plugin only the scale can be read, and a skip lowers it
             before = self._scale_before
         fell = scale is not None and before is not None and scale < before
         if not fell and not isinstance(plugin, AmpPrecision):

@@ -54,7 +54,7 @@ class GradientMonitor(Callback):
 
     In a sampled step the batch is run twice more, forward and backward, on copies of the module with the same weights
     and random numbers. One run is in true fp32, without autocast, TF32 and your own casts to half precision; it gives
-    the true gradients. The other runs as training does; it gives the gradients of mixed precision.
+    the true gradients. The other run computes as training does; it gives the gradients of mixed precision.
 
     ========================== =====================================================================================
     key                        value, at every sampled step, over all parameters
@@ -75,7 +75,7 @@ class GradientMonitor(Callback):
     :attr:`table` has these values per module, :meth:`plot` draws them as a heat map, and :attr:`histograms` counts
     exponents. :attr:`recommended_scale` is a good start for `DynamicLossScaler`. The monitor works in every precision.
     The printed table of a bf16 or fp32 run has no column for fp16. There, :attr:`recommended_scale` and
-    `table.to_text(fp16=True)` tell whether fp16 would do, at a scale of 1. In DDP each rank examines the gradients of
+    `table.to_text(fp16=True)` show whether fp16 would work, at a scale of 1. In DDP each rank examines the gradients of
     its own batch, before they are averaged; the figures cover the values of all ranks, and are the same on each.
 
     The monitor never changes results: weights are bit-identical with and without it. User code outside of the module
@@ -94,8 +94,8 @@ class GradientMonitor(Callback):
         ValueError: If an argument is out of its range.
 
     The line at the end of fit sums up the table. If the gradient is below 10 dB, it names the first module, in the
-    order of the backward, whose gradient is lost. It also has the fault (overflow, zero, rounding) and a setting that
-    helps. For each new cause the monitor tries settings: it runs the batch in fp32, and then with a scale,
+    order of the backward, whose gradient is lost. The line also names the fault (overflow, zero, rounding) and a
+    setting that helps. For each new cause the monitor tries settings: it runs the batch in fp32, and then with a scale,
     `fp32_modules` or bf16. It also warns, with the line, of two faults in `training_step`. One is clipping gradients
     while they are multiplied with the loss scale (:func:`~lightning_amp.precision.unscale_`). The other is
     `torch.autograd.grad(create_graph=True)` of fp16 values that do not fit
@@ -104,8 +104,8 @@ class GradientMonitor(Callback):
     Cost: a sample takes one more step forward and backward, one in fp32, and some passes over both gradients. On a CPU
     this is as much as four to eight training steps. It takes the memory of one more set of parameters and two of
     gradients, and waits for the device. Each new cause takes up to nine more steps, once, for at most eight causes.
-    Between samples there is no cost, and optimizer steps stay folded. Up to the first applied step, the count of steps
-    is read back. You do not want it in every step.
+    Between samples there is no cost, and a fused optimizer still unscales, clips and steps in one pass. Up to the first
+    applied step, the count of steps is read back. Do not sample every step.
     """
 
     def __init__(self, every_n_steps: int = 100, *, by: RowsBy = "module") -> None:
@@ -141,8 +141,8 @@ class GradientMonitor(Callback):
     def recommended_scale(self) -> float | None:
         """Return the power of two that leaves the largest gradient so far 2 bits of room; `None` before a sample.
 
-        It is meant for `DynamicLossScaler(init_scale=...)` and within the default limits of that, 2**-14 to 2**24. If
-        it is below 1, the loss itself is too large: divide it by a constant.
+        It is meant for `DynamicLossScaler(init_scale=...)` and lies within the default limits of that class, 2**-14 to
+        2**24. If it is below 1, the loss itself is too large: divide it by a constant.
         """
         return fitting_scale(self._largest) if self._largest > 0 else None
 
@@ -156,14 +156,14 @@ class GradientMonitor(Callback):
         """Draw a heat map over modules and steps.
 
         Args:
-            path: Where to save the picture too, also a URL.
+            path: Path or URL to also save the picture to.
             quantity: `"headroom_bits"` (red: overflows, white: just fits, pale blue: room), `"underflow_fraction"`,
                 `"subnormal_fraction"`, `"sqnr_db"`, `"cosine"` or `"fp8_underflow_fraction"`.
             max_rows: The most rows to draw: the worst ones, by their worst step. `None` draws all.
 
         Raises:
             ModuleNotFoundError: If matplotlib is not installed (`pip install matplotlib`).
-            ValueError: If the quantity is another one, or `max_rows` is no number of rows.
+            ValueError: If the quantity is not one of these, or `max_rows` is not a number of rows.
         """
         return self._table.plot(quantity, path, max_rows=max_rows)
 
@@ -172,7 +172,7 @@ class GradientMonitor(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         require_lightning_trainer(self, trainer)
-        if stage == "fit" and not self._last_trainer.goes_on(trainer):  # before a checkpoint is restored
+        if stage == "fit" and not self._last_trainer.goes_on(trainer):  # this hook runs before a checkpoint is restored
             self._forget()
 
     @override
@@ -195,7 +195,7 @@ class GradientMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # The fit ends before a batch follows the first applied step, or no step was applied: sample this batch.
+        # No batch follows the first applied step in this fit, or no step was applied, so sample this batch.
         if self._runs and self._next_step == 0 and not self._first.can_wait(trainer):
             self._sample(trainer, pl_module, batch, batch_idx)
 
@@ -215,7 +215,7 @@ class GradientMonitor(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # `load_state_dict` follows if the checkpoint knows this callback
+        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -228,7 +228,7 @@ class GradientMonitor(Callback):
     # -- work ----------------------------------------------------------------------------------------------------------
 
     def _sample(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # The next multiple, so that a resumed run samples the same steps.
+        # Use the next multiple, so that a resumed run samples the same steps.
         self._next_step = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else 1.0
@@ -257,13 +257,13 @@ class GradientMonitor(Callback):
     def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
         then = ": it is left out"
         if not failure.out_of_memory:
-            self._runs = trainer.world_size > 1  # stay on: the other ranks wait for this rank's figures
+            self._runs = trainer.world_size > 1  # do not turn off: the other ranks wait for this rank's figures
             then = ". Its batch is left out" if self._runs else ". It is off for the rest of this run"
         who = f"`GradientMonitor` on rank {trainer.global_rank}"
         _messages.warn_on_this_rank(f"{who}: {failure.text}{then}, training goes on.")
 
     def _examine(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, sample: Sample) -> None:
-        """Search the cause of a fault in the sample, and keep the verdict for the end of the fit."""
+        """Search for the cause of a fault in the sample, and keep the result for the end of the fit."""
         scale, step = self.recommended_scale, sample.rows[-1].step
         found = self._search.examine(trainer, module, batch, batch_idx, self.by, sample, scale)
         if found.derivative is not None:

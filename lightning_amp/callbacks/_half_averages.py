@@ -1,4 +1,4 @@
-"""Find half-precision copies of trained modules into which an average is written: small updates round to zero there."""
+"""Find averages that are kept in half precision, where small updates round to zero."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing_extensions import final
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import HALF_DTYPES
 
-_FEWEST_WRITES = 3  # weights that are loaded once are no average
+_FEWEST_WRITES = 3  # weights that are loaded once are not an average
 _LARGEST = 2**20  # the number of values in the tensor that stands for a copy
 Verdict = Literal["waits", "average", "copy"]
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -26,7 +26,7 @@ class HalfCopy:
 
     def __init__(self, name: str, of: str, pairs: Sequence[tuple[Any, Tensor]]) -> None:
         self.name, self._of = name, of
-        # One pair stands for all, because an average writes all parameters.
+        # One pair of tensors stands for all, because an average writes all parameters.
         size = [(min(t.numel(), _LARGEST), -t.numel()) for _, t in pairs]
         self._read, self._trained = pairs[size.index(max(size))]
         copied = self._read()
@@ -59,7 +59,7 @@ class HalfCopy:
         same = torch.stack([(copied == t.to(copied.dtype)).float().mean() for t in (now, self._before)]).max()
         moved = (now.to(copied.dtype) != self._values).float().mean()
         same_share, moved_share = torch.stack([same, moved]).tolist()
-        if moved_share == 0:  # the trained values have not moved enough to tell
+        if moved_share == 0:  # the trained values have not moved enough to distinguish a copy from an average
             return "waits"
         return "copy" if same_share > 1 - 0.2 * moved_share else "average"
 
@@ -80,7 +80,7 @@ def _state(tensor: Tensor) -> tuple[int, int]:
 
 
 def half_copies(trainer: Trainer, module: LightningModule) -> Iterator[HalfCopy]:
-    """Iterate over the half-precision copies of trained modules, with the shapes of these, that are not trained."""
+    """Iterate over half-precision modules that are not trained and have the shapes of a trained module."""
     trained = {id(p) for o in trainer.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
     twins: dict[tuple[Any, ...], tuple[str, nn.Module]] = {}
     for name, part in module.named_modules():

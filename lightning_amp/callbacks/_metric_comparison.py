@@ -39,7 +39,7 @@ _AXES = {"step", "epoch"}
 
 @final
 class MetricComparison(Callback):
-    """Measures the cost of mixed precision in the metrics that you log in validation and test.
+    """Measures how mixed precision changes the metrics that you log in validation and test.
 
     .. code-block:: python
 
@@ -75,9 +75,9 @@ class MetricComparison(Callback):
     logger and trainer attributes. User code outside of the module (prints, files, global variables) runs twice in a
     compared validation. The shadow leaves out an attribute that cannot be copied (an open file, a generator). If
     `validation_step` uses it, the callback names it and stops comparing. Forward hooks run in the shadow too, because
-    they may change its results. They see copies of objects on the module, and the originals of objects that cannot be
-    copied or are elsewhere. Weights, buffers and batches in half precision are upcast for the fp32 side; there, casts
-    to half precision in your code (`x.bfloat16()`) leave float32.
+    they may change its results. Objects on the module are copies there. Objects that cannot be copied, or that do not
+    belong to the module, are the originals. Weights, buffers and batches in half precision are upcast for the fp32
+    side; there, casts to half precision in your code (`x.bfloat16()`) leave float32.
 
     Cost: a compared validation takes the fp32 pass and one copy of parameters, buffers, metric states and other
     attributes. It holds these, one batch, and the activations of one fp32 step in memory. It does not stop the GPU
@@ -88,12 +88,12 @@ class MetricComparison(Callback):
     Limits: hooks before the first batch (`on_validation_epoch_start`) run once, outside of autocast; the shadow takes
     over the state after them. Metrics that callbacks log exist on one side only and are named in a warning. Another
     callback that draws random numbers or edits the batch in `on_validation_batch_start` should stand before this one.
-    Random numbers that a step draws in half precision (`torch.randn_like` of an activation) are other numbers in
+    A step that draws random numbers in half precision (`torch.randn_like` of an activation) draws different numbers in
     float32, at least on the CPU. Modules that take a `dataloader_iter` are not compared.
 
-    The callback stands aside, with a line, if the module has no `validation_step` or no validation runs. It works on
-    one device and in DDP. On sharded strategies it says that it does not run. In DDP, each rank has its own values if
-    they are not reduced (`sync_dist=False`), and rank 0 logs its own.
+    If the module has no `validation_step` or no validation runs, the callback does nothing and logs a line. It works on
+    one device and in DDP. On sharded strategies it does not run, and warns of that. In DDP, each rank has its own
+    values if they are not reduced (`sync_dist=False`), and rank 0 logs its own.
 
     Args:
         every_n_epochs: Compare in the first validation of a fit and in every n-th run of the validation loop. With
@@ -106,7 +106,7 @@ class MetricComparison(Callback):
         tolerance: Largest absolute difference to accept, in the unit of the metric. It is one number for all, or a
             mapping with one number for each metric of validation and test. NaN on one side only always exceeds it.
             `None` accepts all. A name that the module does not log is an error in the sanity check. If the module's
-            code has that name or asks for `sanity_checking`, it is an error only in the first comparison.
+            code contains that name or reads `sanity_checking`, it is an error only in the first comparison.
         on_exceed: `"warn"`, or `"raise"` a `RuntimeError` at the end of the validation, on all ranks.
         by_module: Also compare the outputs of each module, over all compared batches: :attr:`module_table`. It costs a
             copy of all activations of one fp32 step, and some passes over them. Compiled modules are left out.
@@ -158,7 +158,7 @@ class MetricComparison(Callback):
 
     @property
     def report(self) -> EvaluationReport | None:
-        """Return why a metric went wrong; its text is the warning. `None` as long as no metric did."""
+        """Return why a metric went wrong; its text is the warning. `None` if no metric went wrong so far."""
         return self._search.reports[0] if self._search.reports else None
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
@@ -179,7 +179,7 @@ class MetricComparison(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # `load_state_dict` follows if the checkpoint knows this callback
+        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -222,7 +222,7 @@ class MetricComparison(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._resumed:  # other callbacks find the last values before this run has compared
+        if self._resumed:  # callbacks that read a value before this run's first comparison find the previous values
             _lightning.add_callback_metrics(trainer, _as_metrics(trainer, self._table.last))
 
     @override
@@ -248,7 +248,7 @@ class MetricComparison(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self._current is not None and self._current.running:
-            self._current.run_batch(batch, batch_idx)  # before the real run may edit it
+            self._current.run_batch(batch, batch_idx)  # copied before the real run can edit the batch
 
     on_test_batch_start = on_validation_batch_start
 
@@ -265,13 +265,13 @@ class MetricComparison(Callback):
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._current is not None and self._current.running:
-            self._current.remember_random_state()  # for the hook of this name in the shadow
+            self._current.remember_random_state()  # the shadow calls its hook of this name
 
     on_test_epoch_end = on_validation_epoch_end
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The AMP values of the epoch-end hook exist only now.
+        # The AMP values that the epoch-end hook logs exist only now.
         if trainer.sanity_checking and self._runs:
             self._tolerated.check_names(trainer, pl_module, _lightning.evaluation_names(trainer) - _AXES)
         current, self._current = self._current, None

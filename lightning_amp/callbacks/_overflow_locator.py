@@ -58,7 +58,7 @@ class OverflowLocator(Callback):
     ================ =====================================================================
 
     After a skipped step it runs the batch again on a copy of the module, with the same weights, random numbers and loss
-    scale. It then runs the batch in fp32, and with remedies. The report says whether the batch, a weight, the forward
+    scale. It then runs the batch in fp32, and with remedies. The report states whether the batch, a weight, the forward
     of a module, the loss, or only the backward was not finite. It names the operation and the line, and a remedy that
     works:
 
@@ -69,9 +69,9 @@ class OverflowLocator(Callback):
           line: losses.py:75 "log_z = torch.log(torch.exp(sim).sum(-1))"
           try: 'bf16', which has the range of fp32 (tried: works); or ...
 
-    "tried: works" means that loss and gradients were finite in a replay with this remedy. A cause is printed once, and
-    from then on only counted. A step that is skipped while a dynamic scale settles is no fault. If a replay at a lower
-    scale is finite, the step is only counted. One line at the end of fit has both counts.
+    The words "tried: works" mean that loss and gradients were finite in a replay with this remedy. A cause is printed
+    once, and from then on only counted. A step that is skipped while a dynamic scale settles is no fault. If a replay
+    at a lower scale is finite, the step is only counted. One line at the end of fit has both counts.
 
     If the loss is not finite although its gradients are, the step is taken. The locator reports this once, in the same
     way.
@@ -94,8 +94,9 @@ class OverflowLocator(Callback):
     its own). Another optimizer may have changed weights in the same manual step. A batch may have been edited in
     place; after the first such batch, each one is copied before its step. Callbacks that draw random numbers or edit
     the batch in `on_train_batch_start` should stand before this one in the list. Modules compiled by `torch.compile`
-    run eagerly in the replay. Modules compiled by TorchScript cannot be looked into, which the report says. The locator
-    sees only skips of :class:`~lightning_amp.AmpPrecision`; with another plugin it says so and does nothing.
+    run eagerly in the replay. The replay cannot see inside modules compiled by TorchScript, and the report mentions
+    that. The locator sees only skips of :class:`~lightning_amp.AmpPrecision`; with another plugin it logs a line and
+    does nothing.
 
     Args:
         max_reports: Stop searching after this many different causes, or 20 times as many skipped steps, in this
@@ -108,14 +109,14 @@ class OverflowLocator(Callback):
             `lightning_amp.tracing.replay`. The file is as large as the model. Needs `dirpath`.
 
     Raises:
-        ValueError: If an argument is out of its range, or fsspec does not know the protocol of `dirpath`.
+        ValueError: If an argument is out of its range, or fsspec does not support the protocol of `dirpath`.
         ImportError: If the driver for `dirpath` is not installed.
 
-    Cost: the locator reads the flag of each step, because it must know of a skip at once. So the host waits for the
-    device once per batch; after the last report, once per log point. Keeping random states and a reference to the batch
-    takes 0.1 to 0.2 ms of host time. A report costs one or more steps and, during these, the memory of one more set of
-    parameters, gradients and activations. If there is not enough memory, the report says so and training goes on. You
-    do not want it in a run that must not wait, once the model is known to be sound.
+    Cost: the locator reads the skip flag of each step at once, because the replay needs the batch. So the host waits
+    once per batch; after the last report, it waits once per log point. Keeping random states and a reference to the
+    batch takes 0.1 to 0.2 ms of host time. A report costs one or more steps and, during these, the memory of one more
+    set of parameters, gradients and activations. If there is not enough memory, the report mentions it and training
+    continues. Leave it out of a run that must not wait, once the model trains without skips.
     """
 
     def __init__(
@@ -145,7 +146,8 @@ class OverflowLocator(Callback):
         self._counting: Subscription | None = None
         self._looking: Subscription | None = None
         self._window = BatchWindow()
-        self._steps: list[StepRecord] = []  # skipped, or with a loss that is not finite; not run again yet
+        # steps that were skipped, or had a loss that is not finite, and were not run again yet
+        self._steps: list[StepRecord] = []
         self._num_attempted = 0
         self._steps_seen = 0
         self._largest_weight: float | None = None
@@ -165,7 +167,7 @@ class OverflowLocator(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         require_lightning_trainer(self, trainer)
-        if stage == "fit":  # before a checkpoint is restored
+        if stage == "fit":  # this hook runs before a checkpoint is restored
             self._begin_fit()
             if not self._last_trainer.goes_on(trainer):
                 self._forget()
@@ -190,7 +192,7 @@ class OverflowLocator(Callback):
         elif not self._causes.is_complete:
             self._looking = plugin.records.subscribe(self._receive, at_once=True, on_bad_loss=self._on_bad_loss)
             self._num_attempted = plugin.records.num_attempted
-            if self._largest_weight is None:  # a resumed run has the value of its first start
+            if self._largest_weight is None:  # a resumed run keeps the value from its first start
                 self._largest_weight = largest_weight(pl_module)
 
     @override
@@ -222,10 +224,10 @@ class OverflowLocator(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._plugin is not None:
-            if not isinstance(exception, FloatingPointError):  # reading has raised this one
+            if not isinstance(exception, FloatingPointError):  # this exception came from reading the records
                 with contextlib.suppress(Exception):
                     self._plugin.records.flush()
-            elif self._is_looking:  # the plugin raised at the last skip, before the batch was over
+            elif self._is_looking:  # the plugin raised after the last skip, before the end of the batch
                 self._explain(trainer, pl_module)
         self._detach()  # Lightning calls no `teardown` after an exception
 
@@ -248,7 +250,7 @@ class OverflowLocator(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # `load_state_dict` follows if the checkpoint knows this callback
+        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -280,7 +282,7 @@ class OverflowLocator(Callback):
     def _on_bad_loss(self, record: StepRecord) -> None:
         self._steps.append(record)
         if self._looking is not None:
-            self._looking.end_losses()  # one report is enough
+            self._looking.end_losses()  # one report of a bad loss is enough
 
     def _before_update(self, trainer: Trainer, step: int | None, optimizer: Optimizer) -> None:
         self._warn(self._early_checks.before_update(trainer, step, optimizer))
@@ -313,7 +315,7 @@ class OverflowLocator(Callback):
             _messages.warn(f"`OverflowLocator`: {text}")
 
     def _report(self, trainer: Trainer, module: LightningModule, mine: Explained) -> None:
-        """Report a step to all ranks. All ranks call for the same step, because they agree on skips."""
+        """Report a step to all ranks. All ranks make this call for the same step, because they agree on skips."""
         report = mine.report
         if report.cause == "weights" and not report.note:
             report = replace(report, note=self._early_checks.bad_setting)

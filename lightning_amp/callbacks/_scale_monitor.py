@@ -56,26 +56,27 @@ class ScaleMonitor(Callback):
     At the end of fit one line sums up: `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`.
 
     With :class:`~lightning_amp.AmpPrecision` the monitor reads the plugin's records, which are exact, in every
-    precision. With Lightning's own `MixedPrecision` or `FSDPPrecision` it watches their `GradScaler`, and takes a fall
-    of the scale for a skip. It misses a skip that does not lower the scale. With any other plugin it says so once and
-    does nothing.
+    precision. With Lightning's own `MixedPrecision` or `FSDPPrecision` it watches their `GradScaler`, and counts each
+    fall of the scale as a skip. It misses a skip that does not lower the scale. With any other plugin it logs one line
+    and does nothing.
 
     Args:
         log_every_n_steps: Optimizer steps between two log points; `None` takes the Trainer's `log_every_n_steps`.
         warn_below: Warns once when the scale falls below this number. `None` never warns. Below the default, 1.0,
             scaling makes gradients smaller instead of larger.
-        warn_skip_rate: Warns once when a larger share of the latest 100 steps was skipped, from 0 to 1. `None` never
-            warns. A healthy run skips some steps until the scale has settled, and later one in thousands.
+        warn_skip_rate: Warns once when a larger share of the latest 100 steps than this was skipped, from 0 to 1.
+            `None` never warns. A healthy run skips some steps until the scale has settled, and later about one step in
+            thousands.
         dirpath: Folder for `scale_history.csv`, or its URL (`"s3://bucket/run"`, as Lightning's callbacks take it). The
             whole file is written with every checkpoint and at the end of fit. A resumed run continues it, and a killed
             run leaves the history up to its last checkpoint. `None` writes no file. If it cannot be written, the
             monitor warns once and training goes on.
 
     Raises:
-        ValueError: If an argument is out of its range, or fsspec does not know the protocol of `dirpath`.
+        ValueError: If an argument is out of its range, or fsspec does not support the protocol of `dirpath`.
         ImportError: If the driver for `dirpath` is not installed.
 
-    Cost: between two log points nothing waits for the device; a log point is one transfer. A million steps with a
+    Cost: no wait for the device between two log points; a log point is one transfer. A million steps with a
     hundred changes take a hundred rows.
     """
 
@@ -110,7 +111,8 @@ class ScaleMonitor(Callback):
     def history(self) -> ScaleHistory:
         """Return all steps up to the last log point, or to the end of fit.
 
-        The history survives a resume, and continues in a second fit of the same Trainer. Another Trainer starts anew.
+        The history survives a resume, and continues in a second fit of the same Trainer. Another Trainer begins a new
+        history.
         """
         return self._history
 
@@ -123,7 +125,7 @@ class ScaleMonitor(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         require_lightning_trainer(self, trainer)
-        if stage == "fit":  # before a checkpoint is restored
+        if stage == "fit":  # this hook runs before a checkpoint is restored
             self._detach()
             if not self._last_trainer.goes_on(trainer):
                 self._forget()
@@ -167,9 +169,9 @@ class ScaleMonitor(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # An error in this hook must neither hide the exception nor keep the Trainer from tearing down.
+        # An error in this hook must not hide the exception, and must not prevent the Trainer's teardown.
         with contextlib.suppress(Exception):
-            if not isinstance(exception, FloatingPointError):  # reading has raised this one
+            if not isinstance(exception, FloatingPointError):  # this exception came from reading the records
                 self._read()
         self._save()
         self._detach()  # Lightning calls no `teardown` after an exception
@@ -197,7 +199,7 @@ class ScaleMonitor(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # `load_state_dict` follows if the checkpoint knows this callback
+        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -258,7 +260,7 @@ class ScaleMonitor(Callback):
 
     def _save(self) -> None:
         if self.dirpath is None or self._history.last is None or not _lightning.is_rank_zero():
-            return  # a fit that failed before its first step leaves an earlier file alone
+            return  # a fit that failed before its first step does not overwrite an earlier file
         try:
             self._history.to_csv(child(self.dirpath, SCALE_HISTORY_FILE))
         except OSError as error:

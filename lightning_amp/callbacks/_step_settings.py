@@ -13,7 +13,7 @@ from typing_extensions import final
 
 from lightning_amp.numerics import stack_scalars
 
-_MOST_LATE = 1000  # values on a device that wait to be read
+_MOST_LATE = 1000  # number of values on a device to keep until they are read
 _NUMBERS = ("lr", "weight_decay", "momentum", "dampening", "betas", "alpha", "eps", "rho")
 
 
@@ -46,7 +46,7 @@ class StepSettings:
         return found + self.read(trainer) if len(self._late) >= _MOST_LATE else found
 
     def read(self, trainer: Trainer) -> list[tuple[object, str]]:
-        """Describe the kept hyperparameters that are not finite. Waits for the device if there are any."""
+        """Describe the kept hyperparameters that are not finite. This waits for the device if there are any."""
         late, self._late = self._late, []
         values = stack_scalars([one.value for one in late]).tolist() if late else []
         return [

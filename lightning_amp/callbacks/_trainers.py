@@ -38,7 +38,7 @@ def is_log_point(trainer: Trainer, steps_before: int, every: int | None = None) 
 
 
 def why_not_twice(trainer: Trainer, module: LightningModule, step: str, *, against_fp32: bool = False) -> str | None:
-    """Tell why a step, or its comparison with fp32, cannot be run a second time; return `None` if it can."""
+    """Explain why a step cannot be run a second time, or cannot be compared with fp32; return `None` if it can."""
     strategy = trainer.strategy
     if isinstance(strategy, DeepSpeedStrategy) or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         return f"it works on one device and in DDP, and the strategy is `{type(strategy).__name__}`"

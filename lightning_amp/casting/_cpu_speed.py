@@ -1,7 +1,7 @@
 """Measure in a tenth of a second whether half precision is faster than float32 on this CPU.
 
 `"auto"` decides by the result, and the doctor and the demo print it. Both formats run in turns, so that a machine that
-becomes busy slows down both, and `SpeedComparison` says what the rounds allow to claim.
+becomes busy slows down both. `SpeedComparison` decides which claim about their speed the rounds support.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ProbeKind = Literal["products", "convolutions"]
 Run = Callable[[], object]
 
 PROBE_S = 0.1
-"""Limit in seconds of the probe of one kind, with its warm-up. The last round may overrun it."""
+"""Time limit in seconds for one kind of probe, including its warm-up. The last round may overrun it."""
 _MOST_ROUNDS = 25
 """With 20 % noise, 9 rounds nearly always detect a format that is 1.5 times as slow; 15 rounds mostly detect 1.2."""
 _LEVEL = 0.99
@@ -109,6 +109,6 @@ def _convolutions(dtype: torch.dtype) -> Run:
 
 
 def _values(*shape: int) -> torch.Tensor:
-    """Return values between -1 and 1 without a random generator."""
+    """Return fixed values between -1 and 1, without using a random generator."""
     count = math.prod(shape)
     return torch.arange(count, dtype=torch.float32, device="cpu").sin_().reshape(shape)

@@ -28,10 +28,10 @@ def linear_layers(root: nn.Module) -> dict[str, nn.Linear]:
 def choose_fp8_layers(
     root: nn.Module, in_fp32: Collection[nn.Module], recipe: Any, device: torch.device
 ) -> dict[str, str | None]:
-    """Return for each `nn.Linear`, by its first name, `None` if it shall run in fp8, else why not.
+    """Return for each `nn.Linear`, by its first name, `None` if it shall run in fp8, else the reason against it.
 
-    Layers of the modules `in_fp32` do not. The recipe decides how large a layer must be for its products to pay for the
-    casts.
+    Layers inside the modules `in_fp32` do not run in fp8. The recipe decides how large a layer must be before faster
+    products outweigh its casts.
     """
     layers = linear_layers(root)
     inside_metrics = {m for metric in root.modules() if is_metric(metric) for m in metric.modules()}
@@ -51,7 +51,7 @@ def choose_fp8_layers(
             return "`nn.MultiheadAttention` uses its weight and never calls it"
         if weight is None:
             return "its weight is computed from something else (a parametrization, pruning)"
-        # the second is a copy that was made while the layer multiplied in fp8
+        # the second class is that of a copy made while the layer multiplied in fp8
         if getattr(layer.forward, "__func__", None) not in (nn.Linear.forward, calling(nn.Linear.forward)):
             return "its `forward` is not that of `nn.Linear`"
         if layer is ends[0]:
@@ -89,7 +89,7 @@ def _too_small(recipe: Any) -> Callable[[int, int], bool]:
 
 
 def share_of_flops(root: nn.Module, layers: Mapping[str, str | None]) -> float:
-    """Return the share of the FLOPs of all linear layers that runs in fp8, if each of them gets as many rows."""
+    """Return the share of all linear layers' FLOPs that runs in fp8, if every layer gets the same number of rows."""
     sizes = {name: layer.in_features * layer.out_features for name, layer in linear_layers(root).items()}
     return sum(sizes[n] for n, why in layers.items() if why is None) / max(1, sum(sizes[n] for n in layers))
 
@@ -100,7 +100,7 @@ def num_converted(root: nn.Module) -> int:
 
 
 def nothing_qualifies(root: nn.Module, layers: Mapping[str, str | None]) -> str:
-    """Say why no layer runs in fp8, the most frequent reason first, and which other modules compute linear maps."""
+    """Explain why no layer runs in fp8, the most frequent reason first, and name other modules with linear maps."""
     reasons: dict[str, list[str]] = {}
     for name, why in layers.items():
         reasons.setdefault(str(why), []).append(f"`{name}`")
@@ -130,7 +130,7 @@ class _Float8Forward(MethodOverride):
     """The `forward` of a linear layer: in fp8 while the model trains under bf16 autocast, else as before.
 
     So evaluation, `fp32_modules`, regions without autocast and the fp32 shadows of callbacks never run in fp8. Grad
-    mode does not tell whether the model trains: activation checkpointing runs its first forward without it. A copy of
+    mode does not show whether the model trains: activation checkpointing turns it off in the first forward. A copy of
     the layer (a teacher, an average) gets the plain method.
     """
 
@@ -140,17 +140,17 @@ class _Float8Forward(MethodOverride):
         self.lost_weight = _modules.Flag()
 
     @override
-    def __call__(self, input: Tensor) -> Tensor:  # the name that `nn.Linear.forward` has
+    def __call__(self, input: Tensor) -> Tensor:  # `nn.Linear.forward` has this argument name
         if not self._in_fp8(input):
             return self.inner(input)
         self.note_call()
-        # Rows, because torchao cannot flatten a transposed tensor that it has cast. The cast is here because torchao's
-        # own one looks at CUDA's autocast only.
+        # The input is flattened to rows here, because torchao cannot flatten a transposed tensor after its cast. The
+        # cast is here because torchao's own cast checks CUDA's autocast only.
         rows = input.reshape(-1, input.shape[-1]).to(torch.bfloat16)
         if torch.compiler.is_compiling():
             output = self.twin(rows)
             if self.twin.bias is None:
-                output = output.clone()  # else it cannot be edited in place; a compiler fuses this
+                output = output.clone()  # otherwise the output could not be edited in place; a compiler fuses this
         else:
             output = _torchao.float8_linear(self.twin, rows)
         return output.reshape(*input.shape[:-1], output.shape[-1])
@@ -164,7 +164,7 @@ class _Float8Forward(MethodOverride):
             self.stage.in_fp8
             and torch.is_autocast_enabled(device_type)
             and torch.get_autocast_dtype(device_type) == torch.bfloat16
-            and weight.requires_grad  # else a gradient would be computed that nobody asked for
+            and weight.requires_grad  # otherwise an unneeded gradient would be computed
             and weight.dtype in (torch.float32, torch.bfloat16)  # FSDP2 may be told to gather it in bfloat16
             and values.dtype in (torch.float32, torch.bfloat16, torch.float16)
             and values.device.type == device_type  # autocast is off elsewhere
@@ -173,7 +173,7 @@ class _Float8Forward(MethodOverride):
             and values.numel() > 0
             and (
                 torch.compiler.is_compiling()
-                # nothing looks at operations that cannot look into operations in fp8
+                # no active mode watches operations without support for fp8
                 or not (
                     _modules.is_transformed_or_traced()
                     or _modules.in_forward_mode()

@@ -1,4 +1,4 @@
-"""Check the recipes of fp8, which say how values are scaled before they are rounded to 8 bits."""
+"""Check the recipes of fp8. A recipe defines how values are scaled before they are rounded to 8 bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECIPES = (DEFAULT_RECIPE, "rowwise", "tensorwise")
 
 
 def refuse_later_formats(argument: str, value: object) -> None:
-    """Refuse `"mxfp8"` and `"nvfp4"`, which users know by name, and which cannot be trained in yet."""
+    """Refuse `"mxfp8"` and `"nvfp4"` by name: training in these two formats is not supported yet."""
     if value in ("mxfp8", "nvfp4"):
         raise ValueError(
             f"`{argument}={value!r}` is not supported: its products run on Blackwell GPUs only, and training with it is"
@@ -25,7 +25,7 @@ def refuse_later_formats(argument: str, value: object) -> None:
 
 
 def checked_recipe(recipe: Any) -> Any:
-    """Return the name of a recipe, or a `torchao.float8.Float8LinearConfig` as it is; refuse everything else.
+    """Return the name of a recipe, or a `torchao.float8.Float8LinearConfig` unchanged; refuse everything else.
 
     A configuration that changes the class of the parameters is refused too.
     """
@@ -75,7 +75,7 @@ def emulates(recipe: Any) -> bool:
 
 
 def needs_whole_tiles(recipe: Any) -> bool:
-    """Return whether the number of rows must be a multiple of 16, because the weight's gradient sums over rows."""
+    """Return whether the number of rows must be a multiple of 16, since the weight's gradient sums over rows in fp8."""
     if isinstance(recipe, str) or recipe.emulate or recipe.pad_inner_dim:
         return False
     return recipe.cast_config_input_for_grad_weight.scaling_type.value != "disabled"
@@ -85,12 +85,13 @@ def gradient_cast(recipe: Any) -> ScaledCast:
     """Return how a recipe casts the gradient that reaches a layer; raise an `ImportError` without a recent torchao."""
     config = config_of(recipe)
     cast = config.cast_config_grad_output
-    number_format = "e5m2" if "e5m2" in str(cast.target_dtype) else "e4m3"  # AMD's variants differ little
+    # AMD's variants of the formats differ little from these
+    number_format = "e5m2" if "e5m2" in str(cast.target_dtype) else "e4m3"
     return ScaledCast(number_format, cast.scaling_granularity.value == "axiswise", config.round_scales_to_power_of_2)
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Return whether the device itself multiplies in fp8."""
+    """Return whether the device has instructions for fp8 products."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     if torch.version.hip:  # MI300 and later

@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 def is_metric(module: nn.Module) -> bool:
-    """Return whether this is a metric or a collection of metrics, which compute in fp32 without any rule."""
+    """Return whether this is a metric or a collection of metrics. These compute in fp32 without any rule."""
     return isinstance(module, (Metric, MetricCollection))
 
 
@@ -124,7 +124,7 @@ class Fp32Metrics(InPlace):
     """Context in which the metrics of a module compute in fp32. Costs 0.3 us, and 1 us per metric.
 
     It finds metrics among the submodules, and in plain lists, tuples, sets and dictionaries. Overrides are made once
-    and used again, because `torch.compile` would compile again for a new function.
+    and reused, because `torch.compile` would compile again for a new function.
     """
 
     def __init__(self, module: nn.Module, device_type: str) -> None:
@@ -133,14 +133,17 @@ class Fp32Metrics(InPlace):
         self.find(module)
 
     def find(self, module: nn.Module) -> None:
-        """Find the metrics anew, since some may have come or gone. Takes about 4 us of host time per submodule."""
+        """Find the metrics again, since metrics may have been added or removed.
+
+        This takes about 4 us of host time per submodule.
+        """
         metrics = {id(metric): metric for metric in metrics_of(module)}
         self._overrides = {key: known for key, known in self._overrides.items() if key[0] in metrics}
         for key, metric in metrics.items():
             for name in ("update", "compute"):
                 known = self._overrides.get((key, name))
                 found = vars(metric).get(name)
-                # the metric has a new method: somebody has set its state
+                # the metric has a new method: its state was set
                 if known is None or (found is not known and found is not known.inner):
                     self._overrides[key, name] = _InFp32(metric, name, self._device_type)
 
@@ -168,13 +171,13 @@ def _walk(module: nn.Module, seen: set[int]) -> Generator[Metric, None, None]:
         if isinstance(submodule, Metric):
             yield submodule
         for value in vars(submodule).values():
-            if isinstance(value, (list, tuple, set, dict)) and value:  # not the other way: a tensor is not a bool
+            if isinstance(value, (list, tuple, set, dict)) and value:  # in this order, because a tensor is not a bool
                 yield from _in_container(value, seen, depth=0)
 
 
 def _in_container(container: Iterable[Any], seen: set[int], depth: int) -> Generator[Metric, None, None]:
     items = container.values() if isinstance(container, Mapping) else container
-    for item in islice(items, 1000):  # a longer one holds what a step collects, not metrics
+    for item in islice(items, 1000):  # a longer list holds values that a step collects, not metrics
         if isinstance(item, nn.Module):
             yield from _walk(item, seen)
         elif depth < 3 and isinstance(item, (list, tuple, set, dict)):

@@ -23,7 +23,7 @@ Rule = type[nn.Module] | str
 
 
 def checked_module_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the rules as a tuple; refuse everything but a sequence of globs and module classes."""
+    """Return the rules as a tuple; raise an error unless they are a sequence of globs and module classes."""
     legal = "globs on qualified module names, such as 'decoder.head' or '*.norm', and subclasses of `torch.nn.Module`"
     return checked_rules("fp32_modules", rules, legal, "*.norm", nn.Module)
 
@@ -32,10 +32,11 @@ def modules_matching(root: nn.Module, rules: Iterable[Rule]) -> dict[Rule, list[
     """Return for each rule the modules that it matches, each with the first name by which any rule matched it.
 
     The root never matches: precision 'fp32' computes all of it in fp32. A shared module matches under any of its names.
-    A module without a `forward` (`nn.ModuleList`) stands for its children. Metrics match, but are left out: they
-    compute in fp32 anyway. A rule that matches nothing raises a `ValueError` with the closest names.
+    A module without a `forward` (`nn.ModuleList`) stands for its children. A metric that matches is left out, because
+    metrics compute in fp32 anyway. A rule that matches nothing raises a `ValueError` with the closest names.
     """
-    # A compiled or sharded child has the name of the module inside, which comes later and takes its place.
+    # A compiled or sharded child has the same name as the module inside it, which comes later and replaces it in the
+    # dictionary.
     names = {_modules.plain_name(name): module for name, module in root.named_modules(remove_duplicate=False) if name}
     first: dict[int, tuple[str, nn.Module]] = {}
     found: dict[Rule, list[tuple[str, nn.Module]]] = {}
@@ -81,9 +82,10 @@ def _nothing(rule: Rule, names: dict[str, nn.Module]) -> str:
 class _Fp32Forward(MethodOverride):
     """The `forward` of a module, in fp32: autocast off, half-precision arguments upcast.
 
-    Its backward is fp32 too, since autograd computes in the dtypes of the forward. It replaces `forward` and is not a
-    pair of hooks. So a direct call of `module.forward(...)` is in fp32 too, and a compiler sees switch and arithmetic
-    in one graph. A deep copy of the module (an average, a target network) computes in fp32 too.
+    Its backward is fp32 too, since autograd computes in the dtypes of the forward. It replaces `forward` instead of
+    being a pair of hooks. So a direct call of `module.forward(...)` is in fp32 too, and a compiler traces the switch of
+    autocast and the arithmetic into one graph. A deep copy of the module (an average, a target network) computes in
+    fp32 too.
     """
 
     in_copies = True
@@ -136,9 +138,10 @@ class Fp32Modules:
         return len(self._overrides)
 
     def idle(self) -> tuple[dict[Rule, list[str]], list[str]]:
-        """Return the names of modules that have not run, and in which and around which no other one has.
+        """Return the names of modules that have not run, if no module inside or around them has run either.
 
-        First by rule, for rules none of whose modules ran; then the names of all other idle modules.
+        First come the names by rule, for rules of which no module ran; then come the names of all other modules that
+        did not run.
         """
         waiting = set(not_run(self._overrides))
         running = [forward.owner for name, forward in self._overrides.items() if name not in waiting]
@@ -152,7 +155,7 @@ class Fp32Modules:
         return any(True for _ in self._overrides[name].owner.children())
 
     def remove(self) -> None:
-        """Leave the modules as they were."""
+        """Restore the modules to their earlier state."""
         for forward in self._overrides.values():
             forward.restore()
         self._overrides, self.modules = {}, set()

@@ -15,7 +15,10 @@ from lightning_amp.numerics import HALF_DTYPES
 
 @final
 class Fp32Outputs(MethodOverride):
-    """A step of a module whose outputs are float32. NumPy has no bfloat16, and sums over an epoch need the digits."""
+    """A step of a module whose outputs are float32.
+
+    NumPy has no bfloat16, and sums over an epoch need the precision of float32.
+    """
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -24,7 +27,7 @@ class Fp32Outputs(MethodOverride):
 
 @final
 class EpochEnd(MethodOverride):
-    """The epoch-end hook `name` of a module, which runs once in `context`: that of the steps before it.
+    """The epoch-end hook `name` of a module, which runs once in `context`, the context of the steps before it.
 
     Lightning calls these hooks outside of the plugin's contexts, where half-precision features that a step kept meet a
     head with float32 weights (pytorch/pytorch#110285).

@@ -1,4 +1,4 @@
-"""Count the FLOPs of a step by the dtype of what it multiplies."""
+"""Count the FLOPs of a step by the dtype of the numbers that it multiplies."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_amp._compat._modules import RECURRENT, SAME_FLOPS, DispatchMode
 
 @final
 class MatmulFlops(DispatchMode):
-    """Counts the FLOPs of matrix products, convolutions and attention by the dtype of what they multiply.
+    """Counts the FLOPs of matrix products, convolutions and attention by the dtype of the numbers that they multiply.
 
-    It uses the formulas of `torch.utils.flop_counter`, which also knows backward passes and products in fp8 (an
+    It uses the formulas of `torch.utils.flop_counter`, which also cover backward passes and products in fp8 (an
     emulated product counts as fp8). It adds formulas for attention on the CPU, and for LSTMs and GRUs that are one
     operation. `by_dtype` has the FLOPs by the name of the dtype.
 
@@ -51,13 +51,16 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
 
 
 def multiplied_dtype(args: Any) -> str:
-    """Return the name of the dtype that an operation multiplies."""
+    """Return the name of the dtype of the numbers that an operation multiplies."""
     dtype = next((_stored_dtype(a) for a in args if isinstance(a, torch.Tensor)), torch.float32)
     return str(dtype).removeprefix("torch.")
 
 
 def _stored_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype that values are stored in. A tensor of scaled fp8 values says another dtype of itself."""
+    """Return the dtype in which values are stored.
+
+    The attribute `dtype` of a tensor of scaled fp8 values is a different one.
+    """
     inner: Any = tensor
     while hasattr(type(inner), "__tensor_flatten__"):
         inner = getattr(inner, inner.__tensor_flatten__()[0][0])
@@ -65,7 +68,7 @@ def _stored_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _convolution_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *args: Any, **_: Any) -> int:
-    """Return the FLOPs of a convolution's backward: as many as its forward for each gradient that is asked for.
+    """Return the FLOPs of a convolution's backward: as many as its forward for each requested gradient.
 
     Torch's own formula ignores groups, and counts a depthwise convolution as a dense one.
     """

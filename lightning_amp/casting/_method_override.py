@@ -17,17 +17,17 @@ from lightning_amp._compat import _modules
 
 
 class InPlace(ABC):
-    """Context that installs something at its first entry and restores it at its last exit."""
+    """Context that installs a replacement at its first entry and restores the original at its last exit."""
 
     _depth = 0
 
     @abstractmethod
     def install(self) -> None:
-        """Put it in place."""
+        """Install the replacement."""
 
     @abstractmethod
     def restore(self) -> None:
-        """Put back what was there."""
+        """Restore the original."""
 
     def __enter__(self) -> None:
         self._depth += 1
@@ -41,7 +41,7 @@ class InPlace(ABC):
 
 
 def not_run(overrides: Mapping[str, MethodOverride]) -> list[str]:
-    """Name the overrides that have certainly not run.
+    """Name the overrides that provably have not run.
 
     Equal blocks share one compiled graph, in which only the first of them is seen: where `blocks.0.norm` was traced,
     `blocks.1.norm` may have run.
@@ -56,13 +56,16 @@ def _kind(name: str, method: MethodOverride) -> tuple[str, type]:
 
 @functools.cache
 def calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that :meth:`MethodOverride.as_method` binds in the place of `function`, always the same."""
+    """Return the function that :meth:`MethodOverride.as_method` binds instead of `function`.
+
+    It is always the same object.
+    """
 
     def call(self: MethodOverride, *args: Any, **kwargs: Any) -> Any:
         return self(*args, **kwargs)
 
     functools.update_wrapper(call, function, updated=())
-    call.__name__ = "__call__"  # by which a pickle finds it on the plain method
+    call.__name__ = "__call__"  # a pickle looks up the plain method by this name
     return call
 
 
@@ -84,19 +87,19 @@ class MethodOverride(InPlace):
 
     def _wrap(self, inner: Callable[..., Any]) -> None:
         self.inner = inner
-        # Signature and `__wrapped__`, which Lightning follows to see whether a hook is overridden. Not the attributes:
-        # on a compiled function they mean something to torch.
+        # Signature and `__wrapped__`, which Lightning follows to see whether a hook is overridden. Other attributes are
+        # not copied, because torch interprets those of a compiled function.
         functools.update_wrapper(self, inner, updated=())
 
     def note_call(self) -> None:
-        """Note that it has run, for :func:`not_run`."""
+        """Record that the override has run, for :func:`not_run`."""
         self.ran.set()
         if torch.compiler.is_compiling():
             self.traced.set()
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what the method now does; the replaced one is `self.inner`."""
+        """Run the replacement of the method; the original method is `self.inner`."""
 
     @override
     def install(self) -> None:
@@ -111,20 +114,20 @@ class MethodOverride(InPlace):
     def as_method(self) -> Callable[..., Any]:
         """Return a bound method that calls this, with the signature of the replaced one.
 
-        Compiled modules need it, because `torch.compile` guards on the identity of a callable object. It would compile
-        each of many equal blocks anew, and none from the ninth on (`recompile_limit`).
+        Compiled modules need it, because `torch.compile` guards on the identity of a callable object. With such objects
+        it would compile each of many equal blocks again, and from the ninth on none (`recompile_limit`).
         """
         function = getattr(self.inner, "__func__", None)
         return self.__call__ if function is None else MethodType(calling(function), self)
 
     @property
     def installed(self) -> bool:
-        """Return whether the replacement is in place, and nobody has replaced it since."""
+        """Return whether the replacement is installed, and no other code has replaced it since."""
         return vars(self.owner).get(self.name) == self.replacement
 
     @override
     def restore(self) -> None:
-        """Put back what was there, unless somebody else has replaced it since."""
+        """Restore the original, unless other code has replaced our method since."""
         if self.installed:
             if self.was_attribute:
                 vars(self.owner)[self.name] = self.inner
@@ -132,7 +135,7 @@ class MethodOverride(InPlace):
                 del vars(self.owner)[self.name]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        # `deepcopy` enters a new object in the memo before it copies the attributes, of which this is one
+        # this object is an attribute, and `deepcopy` enters the owner's copy in the memo before it copies attributes
         owner = copy.deepcopy(self.owner, memo)
         inner = copy.deepcopy(self.inner, memo) if self.was_attribute else getattr(owner, self.name)
         if not self.in_copies:
@@ -143,5 +146,5 @@ class MethodOverride(InPlace):
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # When this is loaded, the owner exists and has no attributes yet, so `getattr` finds the plain method.
+        # When the pickle is loaded, the owner exists but has no attributes yet, so `getattr` finds the plain method.
         return (copy.copy, (self.inner,)) if self.was_attribute else (getattr, (self.owner, self.name))

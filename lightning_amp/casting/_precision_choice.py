@@ -1,4 +1,4 @@
-"""Choose the precision: read the spellings of users, ask what a device can run, and pick for `"auto"`."""
+"""Choose the precision: parse the user's spelling, list what a device can run, and pick one for `"auto"`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CANONICAL: dict[str, Canonical] = {"bf16": "bf16-mixed", "fp16": "16-mixed", "f
 
 
 class Choice(NamedTuple):
-    """A precision that is settled: our name, Lightning's name, and the dtype that autocast computes in."""
+    """A chosen precision: our name, Lightning's name, and the dtype in which autocast computes."""
 
     name: str
     canonical: Canonical
@@ -53,7 +53,7 @@ class Choice(NamedTuple):
 
     @classmethod
     def by_instructions(cls, device: torch.device) -> tuple[Choice, str]:
-        """Return the best precision that this device has instructions for, and why (one sentence)."""
+        """Return the best precision for which this device has instructions, and the reason in one sentence."""
         names = runnable(device)
         here = _describe(device)
         if device.type == "cuda":
@@ -73,7 +73,7 @@ class Choice(NamedTuple):
 
     @classmethod
     def pick(cls, device: torch.device, module: nn.Module | None = None) -> tuple[Choice, str]:
-        """Pick what `"auto"` means for this module on this device, and say why (one sentence).
+        """Pick the precision for `"auto"` for this module on this device, and give the reason in one sentence.
 
         A CPU with bfloat16 instructions is measured once per process, because some run bf16 slower than fp32. A CPU
         without them gets fp32 unmeasured, because torch converts each value there before and after it computes in fp32.
@@ -93,9 +93,9 @@ class Choice(NamedTuple):
         return choice, "; ".join([why, *(_say_speed(kind, speed) for kind, speed in speeds.items())])
 
     def require(self, device: torch.device, argument: str = "precision", *, emulated: bool = False) -> None:
-        """Raise a `ValueError` that names what the device can run, if it cannot run this precision.
+        """Raise a `ValueError` if the device cannot run this precision. The error names the precisions that it can run.
 
-        `argument` is the one that asked for it. With `emulated`, a recipe of fp8 needs no hardware with fp8.
+        `argument` is the argument that requested it. With `emulated`, an fp8 recipe needs no fp8 hardware.
         """
         names = runnable(device)
         if self.name not in names and not (emulated and "bf16" in names):
@@ -107,12 +107,12 @@ class Choice(NamedTuple):
 
 
 def our_name(spelling: str) -> str:
-    """Return our name for a spelling such as Lightning's `"bf16-mixed"`; return an unknown spelling as it is."""
+    """Return our name for a spelling such as Lightning's `"bf16-mixed"`; return an unknown spelling unchanged."""
     return _SPELLINGS.get(spelling, spelling)
 
 
 def parse_precision(value: Any, argument: str = "precision") -> Precision:
-    """Return our name for any spelling of a precision; raise a `ValueError` with the legal ones for anything else."""
+    """Return our name for any spelling of a precision; raise a `ValueError` with the legal spellings if it is none."""
     try:
         known = None if isinstance(value, bool) else _SPELLINGS.get(value)
     except TypeError:  # unhashable
@@ -148,7 +148,10 @@ def runnable(device: torch.device) -> list[str]:
 
 
 def has_bf16_units(device: torch.device) -> bool:
-    """Return whether this CUDA device multiplies in bfloat16 itself. Torch answers for the current device only."""
+    """Return whether this CUDA device has instructions for bfloat16 products.
+
+    Torch's own check covers the current device only.
+    """
     return torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] >= 8
 
 
@@ -158,12 +161,12 @@ def cpu_has(name: str) -> list[str]:
 
 
 def _say_speed(kind: ProbeKind, speed: SpeedComparison) -> str:
-    """Say how fast bf16 was in the probe, such as `bf16 products run 2.1x as fast as fp32 (1.9 to 2.3) here`."""
+    """Describe how fast bf16 was in the probe, such as `bf16 products run 2.1x as fast as fp32 (1.9 to 2.3) here`."""
     if speed.differs:
         return f"bf16 {kind} run {speed.in_words('fp32')} here"
     if speed.num_repetitions < 3:
         return f"too busy to measure bf16 {kind}"
-    return f"bf16 {kind} beside fp32 here: {speed}"
+    return f"bf16 {kind} compared with fp32 here: {speed}"
 
 
 def _autocast_runs(device: torch.device, dtype: torch.dtype) -> bool:

@@ -35,13 +35,16 @@ _WEIGHTS: dict[Any, tuple[str, ...]] = {
 }
 
 _DEVICES = ("cpu", "cuda")
-"""Devices on which autocast is known to cast all that `_WEIGHTS` lists."""
+"""Devices on which autocast casts every weight that `_WEIGHTS` lists."""
 
 _STEPS_WATCHED = 2
-"""At the start of an epoch, so many steps of each stage are watched for modules that are called again."""
+"""Number of steps of each stage, at the start of an epoch, that are watched for modules that a step calls twice."""
 
 _SAMPLE = 64
-"""So many elements of a weight are compared to notice an edit through `.data`, which has no version."""
+"""Number of elements of a weight that are compared to notice an edit through `.data`.
+
+Such an edit does not change the version counter.
+"""
 
 
 @final
@@ -50,13 +53,13 @@ class ReusedWeights(InPlace):
 
     Modules are watched in the first two steps of each stage of an epoch. A module that is called a second time in a
     step gets an override, which is in place inside of steps and backwards only. (Activation checkpointing calls modules
-    again in the backward.) All other modules run as if this class did not exist.
+    again in the backward.) All other modules run unchanged.
 
     Compiled modules are left alone: a graph has its own casts, and the compiler merges equal ones. A module that is
-    called in a compiled function is found out when the function is traced. That costs one more graph, once: an override
+    called in a compiled function is detected when the function is traced. That costs one more graph, once: an override
     that came and went with each epoch would need a new graph each time. Calls inside of `torch.func` transforms,
-    tracing and selective activation checkpointing (which wants the same operations each time) are left alone too. So
-    are parameters of other classes (DTensor, quantized).
+    tracing and selective activation checkpointing (which wants the same operations each time) are left alone too.
+    Parameters of other classes (DTensor, quantized) are left alone as well.
 
     Cost: some 8 us per call of a reused module more than a cast of an empty weight; a cast of 100,000 elements takes
     longer. After the second step a module that is called once costs nothing.
@@ -73,7 +76,10 @@ class ReusedWeights(InPlace):
         self._copies = _Copies(device_type)
 
     def activate(self) -> None:
-        """Watch and share from the next step on. Needless where nothing runs under autocast."""
+        """Begin to watch modules and share copies from the next step on.
+
+        Not needed where nothing runs under autocast.
+        """
         self._active = self._device_type in _DEVICES
 
     def forget(self) -> None:
@@ -88,7 +94,7 @@ class ReusedWeights(InPlace):
         self.__enter__()
 
     def end(self, stage: str | None) -> None:
-        """Leave what :meth:`begin` entered last."""
+        """Leave the context that :meth:`begin` entered last."""
         if stage is None:
             self._copies.pause_counting(-1)
         self.__exit__()
@@ -110,7 +116,7 @@ class ReusedWeights(InPlace):
         if steps < _STEPS_WATCHED:
             self._steps[stage] = steps + 1
             modules = {id(m): m for m in _eager_modules(self._module)}
-            self._reused = {key: r for key, r in self._reused.items() if key in modules}  # others may be gone
+            self._reused = {key: r for key, r in self._reused.items() if key in modules}  # other modules may be gone
             unknown = [m for key, m in modules.items() if key not in self._reused]
             self._watched = [_Reused(m, self._copies, _COMPILED.setdefault(m, _modules.Flag())) for m in unknown]
             for reused in self._watched:
@@ -130,7 +136,7 @@ class ReusedWeights(InPlace):
 
 @final
 class SharedCopies:
-    """Context of one stage of :class:`ReusedWeights`, to be entered any number of times."""
+    """Context of one stage of :class:`ReusedWeights`, which can be entered any number of times."""
 
     def __init__(self, weights: ReusedWeights, stage: str | None = None) -> None:
         self._weights, self._stage = weights, stage
@@ -151,29 +157,29 @@ def _eager_modules(module: nn.Module) -> list[nn.Module]:
 
 
 _COMPILED: weakref.WeakKeyDictionary[nn.Module, _modules.Flag] = weakref.WeakKeyDictionary()
-"""Set once a compiler has traced a call of the module, inside of any function that it compiled.
+"""Set once a compiler has traced a call of the module inside a compiled function.
 
-It outlives a fit, as the graph does, because the graph guards on whether the module had an override.
+It stays set after a fit, because the compiled graph also stays, and is only valid if the module still has its override.
 """
 
 
 @final
 class _Reused(MethodOverride):
-    """The `forward` of a module, which finds half-precision copies in the place of its parameters."""
+    """The `forward` of a module, which reads half-precision copies instead of the module's parameters."""
 
     def __init__(self, owner: nn.Module, copies: _Copies, compiled: _modules.Flag) -> None:
         super().__init__(owner, "forward")
         self._forward = type(owner).forward
-        self.calls = 0  # in the step that is watched
+        self.calls = 0  # in a watched step
         self.compiled = compiled
         self._copies = copies
         self._places: list[tuple[nn.Module, tuple[str, ...]]] = [(owner, _WEIGHTS[type(owner).forward])]
-        if isinstance(owner, nn.MultiheadAttention):  # its forward takes the projection's weight, without a call
+        if isinstance(owner, nn.MultiheadAttention):  # its forward reads the projection's weight without a call
             self._places.append((owner.out_proj, ("weight",)))
 
     @override
     def install(self) -> None:
-        """Install the replacement, unless somebody has given the module another `forward` since."""
+        """Install the replacement, unless other code has given the module another `forward` since."""
         if "forward" not in vars(self.owner) and type(self.owner).forward is self._forward:
             super().install()
 
@@ -219,7 +225,10 @@ class _Copies:
         self.paused += by
 
     def in_place_of(self, parameters: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-        """Return the parameters of a module with a copy, and a node of its own, for each of these names."""
+        """Return the parameters of a module, with a half-precision copy for each of these names.
+
+        Each copy has its own graph node.
+        """
         dtype = torch.get_autocast_dtype(self.device_type)
         train = torch.is_grad_enabled()
         result = dict(parameters)
@@ -237,32 +246,34 @@ class _Copies:
         return result
 
     def _takes(self, parameter: Any) -> bool:
-        """Return whether autocast would cast this parameter, and it has no meaning of its own."""
+        """Return whether autocast would cast this parameter, and the parameter has no special class."""
         return (
-            type(parameter) is nn.Parameter  # no DTensor, nothing quantized, nothing that `functional_call` put there
+            type(parameter) is nn.Parameter  # not a DTensor, not quantized, not placed there by `functional_call`
             and parameter.dtype is torch.float32
             and parameter.device.type == self.device_type
             and not parameter.is_inference()
-            and 0 not in parameter.stride()  # expanded: there is less memory than elements
+            and 0 not in parameter.stride()  # an expanded tensor has less memory than elements
         )
 
 
 @final
 class _Copy:
-    """One parameter in half precision, with marks by which a later edit of the parameter is noticed."""
+    """One parameter in half precision, with marks that show a later edit of the parameter."""
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        self._parameter = parameter  # also keeps its `id` from being used again
+        self._parameter = parameter  # this reference also keeps the `id` from being reused
         self._edits = _modules.version(parameter)
         self._address = parameter.data_ptr()
-        with torch.inference_mode(False), torch.no_grad():  # a copy made in inference mode could not be trained with
+        # a copy made in inference mode could not be used in training
+        with torch.inference_mode(False), torch.no_grad():
             plain = parameter.detach()
             self.value = plain.to(dtype)
             self._now: Tensor | None = None
             if plain.device.type == "cpu" and plain.numel():
                 count = min(plain.numel(), _SAMPLE)
                 step = plain.numel() // count
-                while math.gcd(step, plain[0].numel()) > 1:  # else one column: an input that is always 0, say
+                # otherwise only one column would be sampled, perhaps of an input that is always 0
+                while math.gcd(step, plain[0].numel()) > 1:
                     step -= 1
                 self._now = plain.as_strided((count,), (step,), plain.storage_offset())
                 self._then = self._now.clone()
@@ -270,7 +281,7 @@ class _Copy:
     def is_current(self) -> bool:
         """Return whether the parameter has not been edited.
 
-        An edit through `.data` changes nothing but the values. On the CPU a sample of them is compared. On other
+        An edit through `.data` changes only the values. On the CPU a sample of them is compared. On other
         devices that would wait for the device, so such an edit is seen after the next backward or optimizer step only.
         """
         parameter = self._parameter

@@ -19,8 +19,8 @@ Result = TypeVar("Result")
 class Attempt(Generic[What, Result]):
     """A remedy to try."""
 
-    what: What  # a setting as it stands in code, or a `Remedy`
-    run: Callable[[], Result]  # runs the user's step with the remedy
+    what: What  # a setting written as code, or a `Remedy`
+    run: Callable[[], Result]  # a function that runs the user's step with the remedy
 
 
 def first_that_works(

@@ -48,7 +48,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         " default: with two or more seeds",
         "choices": ["true", "false"],
     },
-    "--dirpath": {"metavar": "DIR", "help": "keep finished runs; the same command goes on from there"},
+    "--dirpath": {"metavar": "DIR", "help": "keep finished runs; the same command continues from there"},
     "--json": {"metavar": "FILE", "help": "save all measurements as JSON"},
     "--html": {"metavar": "FILE", "help": "save the report as one HTML page"},
 }
@@ -74,7 +74,7 @@ def _run(request: Request) -> Outcome:
                 dirpath=options.dirpath,
             )
     except KeyboardInterrupt as error:
-        goes_on = f"finished runs are in `{options.dirpath}`, and the same command goes on from there"
+        goes_on = f"finished runs are in `{options.dirpath}`, and the same command continues from there"
         without = "with `--dirpath DIR` the same command goes on where it was stopped"
         raise Interrupted(f"interrupted; {goes_on if options.dirpath else without}") from error
     files = {"--json": report.to_json, "--html": report.to_html}
@@ -89,7 +89,10 @@ def _is_something_wrong(report: PrecisionReport) -> bool:
 
 
 def _margins(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split off the options `--margins.METRIC VALUE`; the module logs `METRIC`."""
+    """Separate the options `--margins.METRIC VALUE` from the other arguments.
+
+    `METRIC` is a name that the module logs.
+    """
     margins: dict[str, Any] = {}
     rest: list[str] = []
     left = iter(arguments)

@@ -11,14 +11,14 @@ from lightning_amp._user_line import is_own_project, owner_of
 
 FINE = 0
 TO_DO = 1
-"""The user has something to do: a verdict is "worse", or an arm or a precision failed."""
+"""Exit status if the user should act: a verdict is "worse", or an arm or a precision failed."""
 WRONG_USE = 2
 CRASHED = 70
-"""An error of this package, which must not look like `TO_DO`; `EX_SOFTWARE` of sysexits.h."""
+"""Exit status for an error of this package, different from `TO_DO`; `EX_SOFTWARE` of sysexits.h."""
 INTERRUPTED = 130
-"""Ctrl-C, as a shell reports it: 128 plus the number of the signal."""
+"""Exit status after Ctrl-C, as a shell reports it: 128 plus the number of the signal."""
 PIPE_CLOSED = 141
-"""The reader of the output has closed it (`| head`), as a shell reports it."""
+"""Exit status if the reader of the output has closed the pipe (`| head`), as a shell reports it."""
 
 
 class UsageError(Exception):
@@ -26,7 +26,7 @@ class UsageError(Exception):
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
-    """Ctrl-C, with a text that says how to go on."""
+    """Ctrl-C, with a text that explains how to continue."""
 
 
 @contextmanager
@@ -42,7 +42,10 @@ def documented_errors(*kinds: type[Exception]) -> Generator[None]:
 
 @contextmanager
 def users_errors(*others: type[Exception]) -> Generator[None]:
-    """Turn exceptions of the user's code into one line; leave ours, and the kinds `others`, as they are."""
+    """Turn exceptions of the user's code into one line.
+
+    Leave errors of this package, and the kinds `others`, unchanged.
+    """
     try:
         yield
     except (BrokenPipeError, UsageError, *others):
@@ -57,8 +60,8 @@ def users_errors(*others: type[Exception]) -> Generator[None]:
 def usage_error(error: Exception) -> UsageError | None:
     """Turn an exception into one line; return `None` if it is an error of this package.
 
-    The line names the last line of the user's own files, even if a library raised another exception from it. If there
-    is none, a library complained about the user's code (a LightningModule without an optimizer), or we did about an
+    The line names the last line of the user's own files, even if a library raised another exception from it. Without
+    such a line, a library refused the user's code (a LightningModule without an optimizer), or this package refused an
     argument.
     """
     for raised in _chain(error):

@@ -1,4 +1,4 @@
-"""Descriptions of objects that another process makes as a `LightningCLI` would make them."""
+"""Descriptions of objects. Another process makes the objects from them, as a `LightningCLI` would."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Factory:
         return made.model if self._key == "model" else made.datamodule
 
     def __repr__(self) -> str:
-        """Write it as code without the folders, so that a comparison can go on in another folder."""
+        """Write the factory as code without the folders, so that a comparison can continue in another folder."""
         extra = [f"{name}: {describe(value)}" for name, value in self._config.items() if name != self._key]
         return ", ".join([describe(self._config[self._key]), *extra])
 
@@ -56,7 +56,7 @@ class TrainerArgument:
         return make_trainer_argument, self._arguments
 
     def __repr__(self) -> str:
-        """Write it as code."""
+        """Write the object as code."""
         _, value, _ = self._arguments
         return describe(value[0] if isinstance(value, list) else value)
 
@@ -67,14 +67,17 @@ def make_trainer_argument(name: str, value: Any, import_from: Sequence[str] = ()
     parser = LightningArgumentParser(exit_on_error=False)
     parser.add_lightning_class_args(Trainer, "trainer")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # from jsonargparse, about Lightning
+        warnings.simplefilter("ignore", DeprecationWarning)  # warnings of jsonargparse about Lightning
         made = parser.instantiate_classes(parser.parse_object({"trainer": {name: value}}))
     found = made["trainer"][name]
     return found[0] if isinstance(value, list) else found
 
 
 def describe(value: Any) -> str:
-    """Write a class and its arguments as code: `models.Net(width=64)`. A mapping is `dict(...)`, which has an order."""
+    """Write a class and its arguments as code: `models.Net(width=64)`.
+
+    A mapping becomes `dict(...)`, which keeps its order.
+    """
     if isinstance(value, Mapping) and "class_path" in value:
         arguments = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}
         inside = ", ".join(f"{name}={describe(argument)}" for name, argument in arguments.items())

@@ -16,7 +16,7 @@ SECTIONS = ("trainer", "model", "data", "optimizer", "lr_scheduler")
 COMPARED = ("precision", "plugins")
 _SUBCOMMANDS = {"fit", "validate", "test", "predict"}
 _FIT = ("ckpt_path", "weights_only", "verbose")
-"""Arguments of `fit` that a YAML has beside its sections."""
+"""Arguments of `fit` that a YAML file has besides its sections."""
 
 
 @final
@@ -94,7 +94,7 @@ def _with_class(path: str, key: str, section: dict[str, Any], given: str | None)
 
 
 def _load(path: str, key: str = "it") -> dict[str, Any]:
-    """Read YAML as jsonargparse does, for which 1e-3 is a number."""
+    """Read YAML as jsonargparse does: it reads 1e-3 as a number."""
     import yaml
     from jsonargparse import get_loader
 

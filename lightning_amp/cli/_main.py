@@ -34,10 +34,10 @@ traceback of an error."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; `None` takes that of the process.
+    """Run the command line; `None` reads the command line of the process.
 
     Returns:
-        The exit status. No exception comes out.
+        The exit status. This function never raises.
 
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = _run(given)
         except HelpShown:
             status = FINE
-        sys.stdout.flush()  # the interpreter would do it at its end, and print an error if the pipe is closed
+        # otherwise the interpreter flushes stdout at its end, and prints an error if the pipe is closed
+        sys.stdout.flush()
     except BrokenPipeError:
         return PIPE_CLOSED
     except (Interrupted, KeyboardInterrupt) as error:

@@ -43,8 +43,8 @@ def require_extra(*modules: str) -> None:
 def show(parts: Iterable[RenderableType]) -> None:
     """Print to stdout, as wide as the terminal; if it is no terminal, in 80 characters and without colour.
 
-    Rich reads `NO_COLOR`, `FORCE_COLOR`, `COLUMNS` and `TERM`. It does not print itself, because it would end the
-    process with status 1 if the pipe is closed.
+    Rich reads `NO_COLOR`, `FORCE_COLOR`, `COLUMNS` and `TERM`. Rich does not print the text itself, because it would
+    end the process with status 1 if the pipe is closed.
     """
     from rich.console import Console
 
@@ -62,7 +62,7 @@ def write(text: str) -> None:
 
     Raises:
         BrokenPipeError: If the reader has closed the pipe.
-        UsageError: If it cannot be written for another reason, such as a full disk.
+        UsageError: If the text cannot be written for another reason, such as a full disk.
 
     """
     encoding = sys.stdout.encoding or "utf-8"
@@ -89,7 +89,7 @@ def output_width() -> int:
 
 
 def paragraph(text: str | RenderableType) -> RenderableType:
-    """Return a text whose lines are not too long to read."""
+    """Return the text with its lines wrapped to a readable length."""
     from rich.constrain import Constrain
     from rich.text import Text
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_amp.cli._user_classes import UserClasses
 
 EXTRA = ("jsonargparse", "docstring_parser", "typeshed_client", "rich")
-"""Modules of the extra `cli`. jsonargparse needs the two in the middle for the arguments of classes."""
+"""Modules of the extra `cli`. The two in the middle are needed by jsonargparse for the arguments of classes."""
 
 CLASS_OPTIONS: dict[str, dict[str, Any]] = {
     "--model": {"metavar": "CLASS", "help": "the LightningModule: package.module.Class"},
@@ -67,7 +67,7 @@ class Request(NamedTuple):
     parser: Parser
 
     def user_classes(self, reason: str = "the precision is an option of this command") -> UserClasses:
-        """Parse the descriptions of the user's classes without making any object.
+        """Parse the options of the user's classes without making an object of them.
 
         Args:
             reason: Why the precision of a YAML is ignored.

@@ -63,7 +63,7 @@ def _run(request: Request) -> Outcome:
 
 
 def _policy(settings: Sequence[str]) -> dict[str, float]:
-    """Read `name=value` pairs and check that a policy can have them."""
+    """Read `name=value` pairs, and check that they are settings of a policy."""
     policy: dict[str, float] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -109,7 +109,7 @@ def _read(path: str) -> ScaleHistory:
     except UsageError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) or is_url(path):  # each store has its own exceptions
+        if isinstance(error, OSError) or is_url(path):  # each fsspec driver raises its own exceptions
             raise UsageError(f"`{path}` cannot be read: {type(error).__name__}: {error}") from error
         raise
 

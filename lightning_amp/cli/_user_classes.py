@@ -82,7 +82,7 @@ def parse_user_classes(configs: Sequence[Mapping[str, Any]], arguments: Sequence
         _import(key, what, _class_paths(key, configs, arguments))
     try:
         parser = LightningArgumentParser(exit_on_error=False, allow_abbrev=False)
-    except ModuleNotFoundError as error:  # Lightning says how to install the extra of jsonargparse
+    except ModuleNotFoundError as error:  # Lightning's message explains how to install the extra of jsonargparse
         raise UsageError(f"Lightning's own command line lacks a library: {error}") from error
     parser.add_argument("--config", action=ActionConfigFile)
     parser.add_lightning_class_args(Trainer, "trainer")
@@ -92,7 +92,7 @@ def parse_user_classes(configs: Sequence[Mapping[str, Any]], arguments: Sequence
     parser.add_lr_scheduler_args()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # from jsonargparse, about Lightning
+            warnings.simplefilter("ignore", DeprecationWarning)  # warnings of jsonargparse about Lightning
             texts = [f"--config={json.dumps(config, default=str)}" for config in configs]
             parsed = parser.parse_args([*texts, *arguments], defaults=False).as_dict()
     except Exception as error:
@@ -118,7 +118,7 @@ def _class_paths(key: str, configs: Sequence[Mapping[str, Any]], arguments: Sequ
 
 
 def _import(key: str, what: str, class_paths: Sequence[str]) -> None:
-    """Import the module of a class. Its errors are the user's own, which jsonargparse would not say."""
+    """Import the module of a class. Errors of that import are the user's own, and jsonargparse would hide them."""
     if not class_paths:
         advice = f"name a {what}: `--{key} package.module.Class`, or a `{key}` in the YAML of --config"
         raise UsageError(f"--{key} is missing; {advice}")
@@ -128,7 +128,7 @@ def _import(key: str, what: str, class_paths: Sequence[str]) -> None:
             importlib.import_module(module)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
-            return  # no such module: jsonargparse says so
+            return  # the module does not exist: jsonargparse reports that itself
         text = f"--{key} {class_paths[-1]}: importing `{module}` raised {type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
             text += "; only code below `if __name__ == '__main__':` may exit"

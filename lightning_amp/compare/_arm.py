@@ -20,7 +20,7 @@ from lightning_amp.measure import MemoryOf, SpeedComparison
 
 @final
 class Quartiles(NamedTuple):
-    """The middle half of some positive values."""
+    """The quartiles and the median of some positive values."""
 
     q25: float
     median: float
@@ -41,8 +41,8 @@ class ArmMetric:
         margin: The cost that the arm may have; `None` without a margin.
         verdict: Whether the arm is worse, and why; `str` writes it as a sentence.
         evaluation_diff: Last value minus the value of the same weights in fp32: the effect of rounding in evaluation.
-        time_to_quality_s: Seconds of training until the arm was as good as the reference's final value with the same
-            seed, within the margin if there is one; infinite if it never was. Empty without a direction.
+        time_to_quality_s: Seconds of training until the arm reached the reference's final value with the same seed,
+            within the margin if there is one; infinite if it never did. Empty without a direction.
         num_hypotheses: How many metrics and arms were judged together.
 
     """
@@ -90,7 +90,7 @@ class Arm:
     Attributes:
         label: Its name in the report.
         description: The plugin that it ran with.
-        is_reference: Whether the others are compared with it.
+        is_reference: Whether this arm is the one with which all other arms are compared.
         is_control: Whether it is the control: the reference, with initial weights moved in their last bit.
         runs: The record of each run, in the order of the seeds.
         metrics: By name.
@@ -182,12 +182,12 @@ def mean(values: Iterable[float]) -> float:
 
 
 def best(points: Sequence[Point], direction: Direction) -> float:
-    """Return the best value of a curve; NaN only if there is no other."""
+    """Return the best value of a curve; NaN only if all values are NaN."""
     values = [point.value for point in points if not math.isnan(point.value)]
     return (min if direction == "min" else max)(values, default=math.nan)
 
 
 def time_to(points: Sequence[Point], target: float, direction: Direction) -> float:
-    """Return the seconds of training until a curve was as good as `target`; infinite if it never was."""
+    """Return the seconds of training until a curve was as good as `target`; infinite if it never did."""
     good = (p.train_s for p in points if (p.value <= target if direction == "min" else p.value >= target))
     return next(good, math.inf)

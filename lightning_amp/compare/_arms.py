@@ -23,7 +23,7 @@ from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
 @final
 @dataclass(frozen=True)
 class ArmSpec:
-    """The plugin of an arm, or the arguments from which another process makes it."""
+    """The plugin of an arm, or the arguments from which another process makes the plugin."""
 
     label: str
     source: Any
@@ -37,7 +37,7 @@ class ArmSpec:
         return f"AmpPrecision({', '.join(arguments)})"
 
     def plugin(self, strategy: Any = "auto") -> Any:
-        """Return the plugin; for FSDP, the plugin that FSDP accepts, made from the same arguments."""
+        """Return the plugin; for FSDP, make the plugin that FSDP accepts from the same arguments."""
         if not isinstance(self.source, Mapping):
             return self.source
         sharded = isinstance(strategy, FSDPStrategy) or (isinstance(strategy, str) and strategy.startswith("fsdp"))
@@ -92,7 +92,7 @@ def _source(label: str, value: object) -> Any:
 
 
 def _try(arm: ArmSpec, strategy: Any) -> None:
-    """Make the plugin and pickle the arm, so that a mistake raises before anything runs."""
+    """Make the plugin and pickle the arm, so that a mistake raises an error before anything runs."""
     try:
         arm.plugin(strategy)
     except TypeError as error:

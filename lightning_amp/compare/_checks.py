@@ -26,7 +26,7 @@ def check_place(name: str) -> None:
     """Refuse a call of the function `name` in the process of an arm, or on several ranks at once.
 
     Raises:
-        RuntimeError: Saying what to write.
+        RuntimeError: If the call is refused. The message explains what to write.
 
     """
     if os.environ.get(IN_AN_ARM):
@@ -45,7 +45,7 @@ def check_trainer_kwargs(trainer_kwargs: object) -> dict[str, Any]:
     """Return the arguments of the Trainer.
 
     Raises:
-        ValueError: If the Trainer does not know one of them, or if an arm cannot run with it.
+        ValueError: If one of them is not an argument of the Trainer, or if an arm cannot run with it.
 
     """
     advice = "Write an arm for each plugin: `precisions={'fp32': 'fp32', 'mine': plugin}`."
@@ -77,10 +77,10 @@ def check_trainer_names(trainer_kwargs: object, instead: str, advice: str) -> di
     Args:
         trainer_kwargs: The user's argument.
         instead: The role of `precision` and `plugins` here: "what is compared".
-        advice: How to write them.
+        advice: Words that explain how to write them.
 
     Raises:
-        ValueError: If the Trainer does not know one of them, or if one sets the precision.
+        ValueError: If one of them is not an argument of the Trainer, or if one sets the precision.
 
     """
     if trainer_kwargs is None:
@@ -127,7 +127,7 @@ def check_seeds(seed: int, num_seeds: int, control: object) -> None:
     """Refuse arguments that are not seeds.
 
     Raises:
-        ValueError: Saying what is legal.
+        ValueError: If a value is refused. The message says which values are legal.
 
     """
     require_count("num_seeds", num_seeds)
@@ -140,7 +140,7 @@ def check_margins(margins: Mapping[str, Margin], run: ArmRun) -> None:
     """Refuse margins for metrics that a finished run did not log, or whose better direction is unknown.
 
     Raises:
-        ValueError: Naming the metrics that the run logged.
+        ValueError: If a margin is refused. The message names the metrics that the run logged.
 
     """
     for name, margin in margins.items():

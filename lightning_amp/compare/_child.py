@@ -13,7 +13,8 @@ if __name__ == "__main__":
     with open(sys.argv[1], encoding="utf-8") as file:
         header = json.load(file)
     sys.path[:] = header["path"]
-    if sys.platform == "linux":  # end with the parent process, at once; on other systems the arm ends at its next batch
+    # ask the kernel to end this process at once when its parent ends; on other systems the arm ends at its next batch
+    if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL

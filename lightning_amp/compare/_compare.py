@@ -63,9 +63,10 @@ def compare_precisions(
             report.to_html("comparison.html")
 
     Each run does what a user would do by hand: `seed_everything(seed)`, `make_module()`, `make_data()`,
-    `Trainer(**trainer_kwargs, plugins=[...]).fit`. It runs in a process of its own, and has the same values, bit for
-    bit. All arms of one seed share initial weights, data order and random draws. They run one after the other.
-    Every second seed runs them in reverse order, so that a machine which becomes slower does not always slow one arm.
+    `Trainer(**trainer_kwargs, plugins=[...]).fit`. It runs in a process of its own, and computes the same values, bit
+    for bit. All arms of one seed share initial weights, data order and random draws. They run one after the other.
+    Every second seed runs them in reverse order, so that a machine that becomes slower does not always slow down the
+    same arm.
 
     A verdict compares the final values of a metric with a margin, paired by seed. It is "not worse" if the one-sided
     95 % bound of the mean cost is within the margin, and "worse" if the bound is beyond it. Otherwise the verdict is
@@ -77,8 +78,8 @@ def compare_precisions(
     either arm may be the faster one, it is printed as "speed undecided".
 
     Args:
-        make_module: Returns a new LightningModule: its class, or a function without arguments. Another process has to
-            import it, so it is at the top level of a file. The file may be the script, if that has a `__main__` guard.
+        make_module: Returns a new LightningModule: its class, or a function without arguments. Another process imports
+            it, so define it at the top level of a file. The file may be the script, if that has a `__main__` guard.
         make_data: Returns a new LightningDataModule, in the same way.
         precisions: Names, or a mapping from labels to names, plugins, or arguments of :class:`AmpPrecision`:
             `{"fp32": "fp32", "fp16, head in fp32": dict(precision="fp16", fp32_modules=["head"])}`. The first is the
@@ -94,7 +95,7 @@ def compare_precisions(
             seeds, runs only the missing ones. `None` keeps nothing.
 
     Returns:
-        The report. A run that failed is in it, with its error.
+        The report. The folder also keeps failed runs, with their errors.
 
     Raises:
         ValueError: If an argument is wrong, before anything runs if that can be known. If a margin is for a metric
@@ -105,8 +106,8 @@ def compare_precisions(
         KeyboardInterrupt: If it is interrupted; finished runs stay in `dirpath`.
 
     Cost: all runs, one after the other, and some seconds to start each. After each run the final weights are validated
-    once more, by :class:`MetricComparison`, and one training step runs again to count its FLOPs. Neither counts as
-    training.
+    once more, by :class:`MetricComparison`, and one training step runs again to count its FLOPs. The reported training
+    time includes neither of them.
 
     """
     check_place("compare_precisions")
@@ -131,7 +132,7 @@ def compare_precisions(
     store = None
     if dirpath is not None:
         sources = {label: arm.source for label, arm in arms.items()}
-        settings = {  # seeds and margins may be others in a later call
+        settings = {  # a later call may have other seeds and margins
             "make_module": identity(make_module),
             "make_data": identity(make_data),
             "precisions": [f"{label}: {identity(source)}" for label, source in sources.items()],

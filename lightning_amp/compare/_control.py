@@ -31,13 +31,15 @@ def move_last_bits(module: nn.Module, seed: int) -> int:
     Such a run shows the run-to-run noise: the least difference between two runs of the reference. In a short, stable
     training the noise is far smaller than the rounding of another precision. The loss of the digits differs by 1e-8
     after four epochs, and by 2e-5 in bf16. The noise grows if training amplifies small changes. A precision that
-    differs no more than the control cannot be told from the reference. The control's speed repeats the reference's.
+    differs no more than the control cannot be distinguished from the reference. The control does the same work as the
+    reference, so its speed should be the same.
 
-    The random numbers come from a generator of its own, so that the run draws the same numbers as without. A value of 0
-    becomes the smallest number there is. Parameters whose format knows no next number (float16) stay.
+    The random numbers come from a generator of its own, so that the run draws the same numbers as the reference. A
+    value of 0 becomes the smallest number of the format. Parameters in float16 stay, because `torch.nextafter` does not
+    support it.
 
     Returns:
-        How many values were moved.
+        The number of values that were moved.
 
     """
     generator = torch.Generator().manual_seed(seed)
@@ -57,7 +59,7 @@ def move_last_bits(module: nn.Module, seed: int) -> int:
 
 
 def _local(parameter: Any) -> Tensor:
-    """Return the values on this rank, as real numbers."""
+    """Return the values of a parameter on this rank, as real numbers."""
     values = parameter.detach()
     values = values.to_local() if hasattr(values, "to_local") else values
     return torch.view_as_real(values) if values.is_complex() else values

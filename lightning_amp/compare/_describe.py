@@ -1,4 +1,4 @@
-"""Write settings as text: for people, and as an identity by which a later call recognises its own runs."""
+"""Write settings as text: for people, and as an identity, so that a later call finds the runs of the same settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNNAMED = re.compile(r"<[^<>]*?(\w+)(?: object)? at 0x\w+>|<class '(?:[^<>']*\.
 
 
 def shown(value: Any) -> str:
-    """Write a value for people: its `repr`, with names in the place of addresses and dotted paths."""
+    """Write a value for people: its `repr`, with names instead of addresses and dotted paths."""
     text = " ".join(_UNNAMED.sub(lambda found: found[1] or found[2], repr(value)).split())
     return text if len(text) <= 120 else f"{text[:117]}..."
 
@@ -31,7 +31,7 @@ def identity(value: Any) -> str:
 
 
 def without_identity(value: Any) -> list[str]:
-    """Return the types of the parts that :func:`identity` cannot tell from other parts of the same type."""
+    """Return the types of parts whose objects all have the same text in :func:`identity`."""
     writer = _Writer()
     writer.write(value, ())
     return list(dict.fromkeys(writer.without_identity))
@@ -71,7 +71,7 @@ class _Writer:
             script = main_path() if value.__module__ == "__main__" else None
             name = f"{Path(script).stem if script else value.__module__}.{value.__qualname__}"
             return f"{name} of {self.write(owner, above)}" if has_owner else name
-        if isinstance(value, AbstractFileSystem):  # of a logger or callback; holds a random token, and credentials
+        if isinstance(value, AbstractFileSystem):  # of a logger or callback; it holds a random token and credentials
             return kind
         if isinstance(value, torch.Tensor):
             if value.layout is torch.strided and not value.is_meta and value.numel() <= _MOST_NUMBERS:
@@ -81,7 +81,7 @@ class _Writer:
             return f"{kind}{self.write(attributes, above)}"
         elif not _UNNAMED.search(repr(value)) and not getattr(
             value, "shape", ()
-        ):  # the `repr` of an array leaves out parts
+        ):  # the `repr` of a large array is shortened
             return f"{kind}({value!r})"
         self.without_identity.append(type(value).__qualname__)
         return kind

@@ -22,7 +22,7 @@ _HIGHER = {
     "top5", "top10", "tpr", "winrate",
 }  # fmt: skip
 _MADE_A_LOSS = {"dice", "iou", "jaccard", "kappa", "psnr", "reward", "sdr", "sisdr", "ssim"}
-"""Metrics of which people make losses that keep the name: "dice_loss"."""
+"""Metrics whose name is also used for a loss made from them: "dice_loss"."""
 
 _MADE_AN_ERROR = {"top1", "top3", "top5", "top10"}  # "top5_error"
 _TURNS_AROUND = {"neg", "negative", "minus", "inverse", "inv"}  # "neg_mse", "one_minus_auc"
@@ -30,7 +30,7 @@ _ANOTHER_QUANTITY = {
     "change", "delta", "diff", "drop", "gap", "improvement", "losscoef", "lossscale", "ratio", "std", "threshold",
     "time", "var", "variance", "weight",
 }  # fmt: skip
-"""Words of quantities that are named after a metric without being one: "loss_scale", "f1_threshold", "acc_std"."""
+"""Words that turn the name of a metric into the name of another quantity: "loss_scale", "f1_threshold", "acc_std"."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*|\d+")
 _MINUS = re.compile(r"^-|(?<![A-Za-z0-9.])1 ?- ?(?=[A-Za-z])")  # "-loss", "1-auc"

@@ -1,4 +1,4 @@
-"""Check that another process can import the user's factories, name them, and find the files that they are in."""
+"""Check that another process can import the user's factories, name the factories, and find their files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_factory(argument: str, factory: Any, kind: type) -> None:
     """Refuse a factory that another process cannot import and call.
 
     Raises:
-        ValueError: Saying how to write it instead.
+        ValueError: If the factory is refused. The message explains how to write it instead.
 
     """
     example = f"a {kind.__name__}, or a function without arguments that returns one"
@@ -72,7 +72,7 @@ def factory_name(factory: Any) -> str:
         arguments = [*map(shown, factory.args), *(f"{name}={shown(value)}" for name, value in factory.keywords.items())]
         return f"{factory_name(factory.func)}({', '.join(arguments)})"
     name = getattr(factory, "__qualname__", None) or shown(factory)
-    return re.sub(r"^(\w+\.)+(?=\w+\()", "", name)  # a command writes its classes with their modules
+    return re.sub(r"^(\w+\.)+(?=\w+\()", "", name)  # a factory of the command line names its classes with their modules
 
 
 def source_files(*factories: Any) -> dict[str, str]:

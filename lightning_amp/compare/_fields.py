@@ -21,7 +21,7 @@ def read(cls: type[_T], data: object, kind: str) -> _T:
     Args:
         cls: The dataclass. Its fields are texts, numbers, literals, dataclasses, and mappings and tuples of them.
         data: The data; NaN and infinities are texts.
-        kind: The name of such data in errors: `"a run of a comparison"`.
+        kind: The name of such data in error messages: `"a run of a comparison"`.
 
     Raises:
         ValueError: If a field is missing or does not fit its type. Integers must be 0 or more.

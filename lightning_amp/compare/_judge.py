@@ -19,7 +19,7 @@ from lightning_amp.compare._verdict import Verdict, verdicts
 from lightning_amp.measure import SpeedComparison, paired_log_ratio
 
 _LEAST_STEPS = 10
-"""Two runs need so many steady steps in common before their speeds are compared."""
+"""The least number of steady steps that two runs must have in common before their speeds are compared."""
 
 _Verdicts = Mapping[tuple[str, str], Verdict]
 """Verdicts by arm and metric, for the metrics with a margin."""
@@ -78,7 +78,10 @@ class _Judge:
     # -- verdicts ------------------------------------------------------------------------------------------------------
 
     def _verdicts(self) -> _Verdicts:
-        """Judge all arms together in all metrics with a margin, and the control by itself: nobody asked about it."""
+        """Judge all arms together in all metrics with a margin.
+
+        The control is judged separately, because it is not a candidate.
+        """
         found = verdicts(self._hypotheses(self._compared))
         if self._plan.control:
             found |= verdicts(self._hypotheses([CONTROL]))
@@ -110,7 +113,7 @@ class _Judge:
         """Return the value of the last validation, by seed.
 
         It is NaN if the arm's last validation did not log the metric, but the reference's did. Otherwise a module that
-        leaves out values that are not finite would be judged by an earlier validation.
+        does not log values that are not finite would be judged by an earlier validation.
         """
         always = {run.seed for run in _logged(self._reference, name) if _is_last(run, name)}
         return {
@@ -133,7 +136,7 @@ class _Judge:
                 for seed, run in logged.items()
                 if not math.isnan(targets.get(seed, math.nan))
             }
-        because = "it is what the others are compared with" if is_reference else ""
+        because = "all other arms are compared with it" if is_reference else ""
         return ArmMetric(
             name=name,
             direction=way,
@@ -196,7 +199,7 @@ def _minus(amp: float, fp32: float) -> float:
 
 
 def _seeds_of_one_run(reference: Sequence[ArmRun]) -> str:
-    """Name two seeds with equal losses and metrics, which means that nothing in the run depends on the seed."""
+    """Name two seeds with equal losses and metrics. They show that nothing in the run depends on the seed."""
     seen: dict[object, int] = {}
     for run in reference:
         if run.finished and run.loss:

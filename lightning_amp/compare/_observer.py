@@ -92,7 +92,8 @@ class Observer(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if step % self._stride or not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return
-        self._losses.append((step, loss.detach().clone()))  # on the device, so that this step does not wait for it
+        # kept on the device, so that this step does not wait for the value
+        self._losses.append((step, loss.detach().clone()))
         if len(self._losses) == _MOST_LOSSES:
             self._losses = self._losses[1::2]
             self._stride *= 2
@@ -102,7 +103,7 @@ class Observer(Callback):
         self._pause()
         self._close_memory()
         if self._batch is not None:
-            with contextlib.suppress(Exception):  # the report then has no FLOPs
+            with contextlib.suppress(Exception):  # without it, the report has no FLOPs
                 self.matmul_flops = matmul_flops(trainer, pl_module, *self._batch)
         self._batch, self._over = None, True
 
@@ -148,7 +149,7 @@ class Observer(Callback):
             self.memory_of = self._memory.memory_of
 
     def losses(self) -> list[tuple[int, float]]:
-        """Return the training losses, a few hundred at most. Waits for the device."""
+        """Return the training losses, a few hundred at most. This waits for the device."""
         return [(step, float(loss)) for step, loss in self._losses]
 
 
@@ -177,7 +178,7 @@ def _progress(trainer: Trainer, num_laps: int) -> tuple[float | None, str]:
 
 
 def _end_process_group() -> None:
-    """End this process and its children: the process that would read their results is gone."""
+    """End this process and its children: the process that would read their results has ended."""
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
-    raise SystemExit("the process that asked for this arm is gone")
+    raise SystemExit("the process that started this arm has ended")

@@ -73,7 +73,8 @@ class Plan:
     def runs(self) -> Iterator[tuple[str, int]]:
         """Iterate over label and seed in the order in which they run: all arms of a seed, then the next seed.
 
-        Every second seed runs its arms backwards. So a machine that becomes slower does not always slow the same arm.
+        Every second seed runs its arms in reverse order. So a machine that becomes slower does not always slow down the
+        same arm.
         """
         for index, seed in enumerate(self.seeds):
             yield from ((label, seed) for label in self.labels[:: -1 if index % 2 else 1])

@@ -33,11 +33,11 @@ def run_in_process(task: Task, on_progress: OnProgress) -> ArmRun:
 
     The process inherits the environment, the current folder, `sys.path` and torch's settings (threads, TF32), and no
     other state. Its output goes to `output.log` in the task's folder. The process is killed when this call is
-    interrupted, and ends by itself when this process is gone.
+    interrupted, and ends by itself when this process ends.
 
     Raises:
         ValueError: If the process cannot import the factories.
-        KeyboardInterrupt: If it was interrupted; the process is gone then.
+        KeyboardInterrupt: If it was interrupted; the process has ended by then.
 
     """
     with tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as name:
@@ -67,7 +67,8 @@ def _run(command: list[str], output: Any, folder: Path, on_progress: OnProgress)
         stdout=output,
         stderr=subprocess.STDOUT,
         env={**environment, IN_AN_ARM: "1", "PYTHONUNBUFFERED": "1"},
-        start_new_session=True,  # Ctrl-C must not reach the arm: Lightning would end the run early, as if it was done
+        # Ctrl-C must not reach the arm: Lightning would end the run early, as if it had finished
+        start_new_session=True,
     )
     try:
         while True:
@@ -80,7 +81,7 @@ def _run(command: list[str], output: Any, folder: Path, on_progress: OnProgress)
 
 
 def _kill(process: subprocess.Popen[Any]) -> None:
-    """Kill a process and all processes that it started. It has nothing to save."""
+    """Kill a process and all processes that it started. These processes have nothing to save."""
     with contextlib.suppress(ProcessLookupError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)
@@ -93,7 +94,7 @@ def _progress(folder: Path) -> tuple[float | None, str]:
     try:
         data = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
         return data["share"], data["text"]
-    except (OSError, ValueError, KeyError):  # the file is missing, or half written
+    except (OSError, ValueError, KeyError):  # the result file is missing or half written
         return None, "starting"
 
 

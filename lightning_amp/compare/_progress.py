@@ -16,7 +16,7 @@ class Progress:
 
     Args:
         total: Number of runs.
-        bar: rich's bar, and the number of its task; `None` without a terminal.
+        rich's progress bar, and the id of its task; `None` without a terminal.
 
     """
 

@@ -1,4 +1,4 @@
-"""Recommend an arm, and say why and what would change that, in one sentence or two."""
+"""Recommend an arm in one or two sentences, with the reason and the conditions that would change it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _SMALLER = 0.95
 
 @final
 class Recommendation(NamedTuple):
-    """The label of an arm, or `None`, and the sentences that give the reason; the first one says what to do."""
+    """The label of an arm, or `None`, and the sentences that give the reason.
+
+    The first sentence is the recommendation.
+    """
 
     label: str | None
     sentences: tuple[str, ...]
@@ -69,7 +72,10 @@ def recommend(arms: Mapping[str, Arm]) -> Recommendation:
 
 
 def _obstacle(reference: Arm, others: Sequence[Arm]) -> list[str]:
-    """Return why nothing can be recommended, whatever the other arms did; empty if nothing is in the way."""
+    """Return why no arm can be recommended, whatever the results of the other arms are.
+
+    Empty if there is no such reason.
+    """
     name = code(reference.label)
     if not others:
         return [f"{name} is the only arm.", "Add a precision to compare it with."]
@@ -91,7 +97,7 @@ def _obstacle(reference: Arm, others: Sequence[Arm]) -> list[str]:
 
 
 def _judged(arm: Arm, claim: str = "") -> list[ArmMetric]:
-    """Return the metrics with a margin, or those among them whose verdict is the claim."""
+    """Return the metrics with a margin, or only the metrics whose verdict is the given claim."""
     judged = [metric for metric in arm.metrics.values() if metric.margin is not None]
     return [metric for metric in judged if metric.verdict.claim == claim] if claim else judged
 
@@ -115,7 +121,7 @@ def _speedup(arm: Arm) -> float | None:
 
 
 def _may_be_faster(arm: Arm, than: Arm) -> bool:
-    """Return whether the intervals of their speeds allow that an arm is faster than another."""
+    """Return whether an arm may be faster than another, given the intervals of their speeds."""
     if arm.speed is None or than.speed is None:
         return False
     return (arm.speed.high or arm.speed.ratio) > (_speedup(than) or 1.0)
@@ -130,13 +136,16 @@ def _memory_ratio(arm: Arm, reference: Arm) -> float:
 
 
 def _less_memory(arm: Arm, reference: Arm) -> str:
-    """Write how much less memory an arm needs; empty if it hardly needs less."""
+    """Write how much less memory an arm needs than the reference; empty if the difference is small."""
     ratio = _memory_ratio(arm, reference)
     return f"needs {100 * (1 - ratio):.0f} % less memory" if ratio < _SMALLER else ""
 
 
 def _gains(arm: Arm, reference: Arm) -> list[str]:
-    """Write the gains of an arm, and their price in memory; empty if it is slower, or neither faster nor smaller."""
+    """Write the gains of an arm, and the additional memory that they cost.
+
+    Empty if it is slower, or neither faster nor smaller.
+    """
     ratio, less, theirs = _memory_ratio(arm, reference), _less_memory(arm, reference), code(reference.label)
     if arm.speed is None or _speedup(arm) is None or arm.speed.claim == "slower":
         return []
@@ -147,7 +156,7 @@ def _gains(arm: Arm, reference: Arm) -> list[str]:
 
 
 def _what_would_change(arm: Arm, rivals: Sequence[Arm]) -> str:
-    """Write at which margins the verdict would fall, and which undecided arms may be faster."""
+    """Write which margins would change the verdict, and which undecided arms may be faster."""
     limits = [(metric, metric.highest_cost or 0.0) for metric in _judged(arm)]
     bounds = [f"{rounded(bound)} in {code(metric.name)}" for metric, bound in limits if bound > 0]
     parts: list[str] = []
@@ -172,7 +181,7 @@ def _why_undecided(arm: Arm) -> str:
 
 
 def _why_of_unknown_speed(arm: Arm, reference: Arm) -> str:
-    """Write that an arm is not worse, but that its speed is unknown, which less memory does not outweigh."""
+    """Write that an arm is not worse, but cannot be recommended for less memory because its speed is unknown."""
     if arm.speed is None:
         speed = "its speed was not measured"
     elif arm.speed.claim == "one run":

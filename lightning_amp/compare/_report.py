@@ -73,7 +73,7 @@ class PrecisionReport:
 
     @property
     def recommendation(self) -> str:
-        """Return a sentence or two: which arm to use, why, and what would change that."""
+        """Return one or two sentences: the arm to use, the reason, and the conditions that would change both."""
         return self._judgement.recommendation.sentence
 
     def verdict(self, label: str, metric: str) -> Verdict:
@@ -146,18 +146,18 @@ class PrecisionReport:
             if not isinstance(data.get("runs"), list):
                 raise ValueError("its `runs` are not a list")
             return cls(Plan.from_data(data.get("plan")), map(ArmRun.from_data, data["runs"]))
-        except (ValueError, RecursionError) as error:  # `json.JSONDecodeError` is a `ValueError`
+        except (ValueError, RecursionError) as error:  # this also catches `json.JSONDecodeError`, a `ValueError`
             raise ValueError(f"`{path}` is not what `PrecisionReport.to_json` writes: {error}") from error
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write the report as one page that loads nothing from elsewhere, to a path or a URL.
+        """Write the report as one self-contained page, to a path or a URL.
 
         Verdicts come first; then the figures, the curves over steps and over time, the differences with their
         intervals and margins, the loss scale, and where the runs ran. The page is light or dark as the reader's system
         is, fits a phone, and prints.
 
         Raises:
-            ModuleNotFoundError: Without Jinja2, which torch brings.
+            ModuleNotFoundError: If Jinja2 is not installed (torch installs it).
 
         """
         text = views.page(self._judgement)

@@ -47,7 +47,7 @@ class ArmRun:
         versions: Versions of torch, lightning, lightning_amp and Python.
         curves: Each validation metric, with a point for each validation that logged it. The sanity check is left out.
         last_validation: The step of the last validation, as in `Point`.
-        directions: `"min"` or `"max"` for each metric whose better direction torchmetrics knows.
+        directions: `"min"` or `"max"` for each metric whose better direction torchmetrics defines.
         loss: The training loss; a few hundred points at most.
         same_weights: Each metric of the last validation that was compared with fp32, as (mixed precision, fp32).
         step_s: Seconds per training step. Only steady steps count: not the first ones, none after a pause.

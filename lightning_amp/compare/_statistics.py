@@ -1,7 +1,7 @@
-"""Test paired runs: is an arm worse than the reference by more than its margin?
+"""Test on paired runs whether an arm is worse than the reference by more than its margin.
 
-Runs are paired by seed. A claim needs a test of the mean difference against the margin, and several claims at once need
-a correction. This file imports neither torch nor Lightning.
+Runs are paired by seed. Each claim is a test of the mean difference against the margin. Several claims at once are
+corrected for their number. This file imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing_extensions import final
 from lightning_amp._text import counted, rounded
 
 Direction = Literal["min", "max"]
-"""Which values of a metric are better: small ones (a loss) or large ones (an accuracy)."""
+"""Whether small values of a metric are better (a loss), or large values (an accuracy)."""
 
 ALPHA = 0.05
 """Probability of a false claim, for all metrics and arms together."""
 
 LEAST_PAIRS = 3
-"""Fewer pairs decide nothing: two values give no useful estimate of the spread."""
+"""With fewer pairs there is no decision, because two values give no useful estimate of the spread."""
 
 _POWER = 0.8
-_SAME = 1e-6  # relative: metrics are float32, so that 0.91 - 0.90 is not exactly the margin of 0.01
+_SAME = 1e-6  # relative tolerance, because metrics are float32, in which 0.91 - 0.90 is not exactly the margin of 0.01
 
 # -- paired differences ------------------------------------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ class Difference:
 
     Attributes:
         values: Arm minus reference, one per pair, in the metric's unit. The order does not matter.
-        num_reference_not_finite: In how many of the pairs the reference itself is infinite or NaN.
+        num_reference_not_finite: Number of pairs in which the reference itself is infinite or NaN.
 
     """
 
@@ -101,7 +101,7 @@ class Difference:
 @final
 @dataclass(frozen=True)
 class Hypothesis:
-    """The question about one metric of one arm: does the arm cost less than the margin, or more?
+    """The hypothesis about one metric of one arm: the arm costs less than the margin, or more.
 
     Attributes:
         difference: Arm minus reference, over the pairs in which both finished.
@@ -123,7 +123,7 @@ class Hypothesis:
 
     @property
     def obstacle(self) -> str | None:
-        """Return why these pairs cannot decide anything, whatever their values; `None` if they can."""
+        """Return the reason why these pairs cannot decide anything, whatever their values; `None` if they can."""
         count, not_finite = len(self.difference.values), self.difference.num_not_finite
         reference_not_finite = self.difference.num_reference_not_finite
         if self.num_failed and not count:
@@ -149,7 +149,7 @@ class Hypothesis:
 
 @final
 class PValues(NamedTuple):
-    """How likely costs that look at least as good, or as bad, are if the true cost is the margin."""
+    """The probabilities of mean costs at least this low, and at least this high, if the true cost equals the margin."""
 
     not_worse: float
     worse: float
@@ -163,7 +163,7 @@ def p_values(hypothesis: Hypothesis) -> PValues:
     of non-inferiority: Schuirmann (1987), one side of two; FDA, Non-Inferiority Clinical Trials (2016). It rejects
     exactly if the one-sided confidence bound of the cost is below the margin.
 
-    Without spread, comparing the mean with the margin decides. If nothing can be shown, both p-values are 1.
+    Without spread, the mean is compared with the margin. If nothing can be shown, both p-values are 1.
 
     Raises:
         ModuleNotFoundError: Without scipy.
@@ -197,12 +197,12 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def seeds_needed(sd: float, distance: float, num_hypotheses: int = 1) -> float:
-    """Return about how many pairs show a distance to the margin in four of five cases; infinite if no number does.
+    """Return about how many pairs detect a given distance from the margin in four of five cases.
 
-    n = ((z(1 - alpha / K) + z(0.8)) sd / distance)^2, rounded up, at least three. That is the sample size of a
-    one-sided paired test with a power of 0.8, in the normal approximation. Bonferroni's K is the worst case of Holm's
-    correction. Chow, Shao and Wang, Sample Size Calculations in Clinical Research (2008), chapter 3. Student's t costs
-    one or two pairs more.
+    Infinite if no number of pairs does. n = ((z(1 - alpha / K) + z(0.8)) sd / distance)^2, rounded up, at least three.
+    That is the sample size of a one-sided paired test with a power of 0.8, in the normal approximation. Bonferroni's K
+    is the worst case of Holm's correction. Chow, Shao and Wang, Sample Size Calculations in Clinical Research (2008),
+    chapter 3. The exact t-test needs one or two pairs more.
 
     Raises:
         ModuleNotFoundError: Without scipy.

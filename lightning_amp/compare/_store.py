@@ -29,12 +29,13 @@ class Store:
 
     Args:
         dirpath: The folder, which is made.
-        identity: The settings that make this comparison different from others, each as a text.
-        without_text: Types of settings whose texts do not tell one from another. If there are any, nothing is loaded,
-            and a warning says so.
+        identity: The settings that distinguish this comparison from others, each as a text.
+        without_text: Types of settings whose objects all have the same text. If there are such types, no earlier run is
+            loaded, and a warning names the types.
 
     Raises:
-        ValueError: If the folder has runs of another comparison. The message names the folder, and what differs.
+        ValueError: If the folder has runs of another comparison. The message names the folder and the settings that
+            differ.
         OSError: If the folder cannot be written.
 
     """
@@ -56,7 +57,7 @@ class Store:
             )
 
     def load(self, label: str, seed: int) -> ArmRun | None:
-        """Return a run that finished here; `None` if there is none, or if its file is torn."""
+        """Return a run that has finished in this store; `None` if there is none, or if its file is half written."""
         name = f"{file_name(label, seed)}.json"
         data = self._read(name) if self._reuses else None
         if data is None:
@@ -70,7 +71,7 @@ class Store:
         return run if run.finished and (run.label, run.seed) == (label, seed) else None
 
     def save(self, run: ArmRun) -> None:
-        """Keep a run. If that fails, warn once, and let the comparison go on."""
+        """Keep a run. If that fails, warn once, and continue the comparison."""
         try:
             self._write(f"{file_name(run.label, run.seed)}.json", {"run": run.to_data()})
         except OSError as error:
@@ -104,7 +105,7 @@ class Store:
         try:
             with open_to_read(child(self._folder, name), "text") as file:
                 data = json.load(file)
-        except (FileNotFoundError, ValueError):  # a `ValueError`: torn, or not a text
+        except (FileNotFoundError, ValueError):  # a `ValueError`: the file is half written, or is not text
             return None
         return data if isinstance(data, dict) and data.get("format") == _FORMAT else None
 

@@ -1,4 +1,7 @@
-"""`Verdict`: whether an arm is worse than the reference in one metric, as a value whose sentence is written last."""
+"""`Verdict`: whether an arm is worse than the reference in one metric.
+
+It stores numbers, and writes its sentence on request.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from lightning_amp.compare._statistics import ALPHA, Hypothesis, PValues, holm, 
 Claim = Literal["not worse", "worse", "undecided", "no margin"]
 
 _MOST_SEEDS = 1000
-"""Larger numbers of seeds are not printed, because nobody runs so many."""
+"""Larger numbers of seeds are not printed, because they are not practical."""
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -32,14 +35,14 @@ class Verdict:
         sd: Standard deviation of the cost over the pairs; `None` with fewer than two.
         bounds: Two one-sided bounds of the mean cost, each wrong with probability `alpha`; `None` without a test.
         margin: The cost that the arm may have; `None` without a margin.
-        num_pairs: How many runs could be compared with a run of the reference with the same seed.
+        num_pairs: Number of runs that could be compared with a run of the reference with the same seed.
         p_value: The p-value of the more likely claim, `"not worse"` or `"worse"`, by itself; `None` without a test.
         adjusted_p_value: The same after Holm's correction for all metrics and arms together; this one decides.
         num_comparisons: How many metrics and arms were judged together.
         alpha: The probability of a false claim among them.
         seeds_needed: About how many seeds would decide an undecided verdict; `None` if it is decided, or if more seeds
             would not help.
-        because: Why these runs decide nothing, or why they need no test; empty if numbers decide.
+        because: The reason why these runs decide nothing, or need no test; empty if the test decides.
 
     """
 
@@ -128,7 +131,7 @@ def _decide(hypothesis: Hypothesis, p: PValues, adjusted: PValues, num_compariso
     if cost.num_not_finite:
         because = f"not finite with all {count} seeds, where the reference is finite"
         return Verdict("worse", cost.mean, cost.sd, margin=margin, num_pairs=count, because=because)
-    claim: Claim = "not worse" if p.not_worse < p.worse else "worse"  # there can be evidence for one claim only
+    claim: Claim = "not worse" if p.not_worse < p.worse else "worse"  # the two claims exclude each other
     together = adjusted.not_worse if claim == "not worse" else adjusted.worse
     is_decided = cost.sd == 0 or together <= ALPHA
     return Verdict(
@@ -146,10 +149,10 @@ def _decide(hypothesis: Hypothesis, p: PValues, adjusted: PValues, num_compariso
 
 
 def _seeds_needed(hypothesis: Hypothesis, num_comparisons: int) -> float | None:
-    """Return about how many seeds would decide; `None` with a margin of 0, where no number does.
+    """Return about how many seeds would decide; `None` with a margin of 0, where no number of seeds decides.
 
-    That is first the number which shows that the arm costs nothing. If there are that many seeds already, it is the
-    number which tells the measured cost from the margin.
+    The number is chosen to show "not worse" if the true cost is 0. If there are that many seeds already, it is chosen
+    to distinguish the measured cost from the margin.
     """
     mean, sd, margin = hypothesis.cost.mean or 0.0, hypothesis.cost.sd or 0.0, hypothesis.margin
     if margin == 0:

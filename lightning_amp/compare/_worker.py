@@ -41,13 +41,13 @@ from lightning_amp.tracing import fp32_switches, reduces_fp32
 RESULT = "result.json"
 PROGRESS = "progress.json"
 CANNOT_IMPORT = "cannot import"
-"""Key of a result without a run: the factories could not be imported, which is the same for all arms."""
+"""Key of a result without a run: the factories could not be imported, and no other arm could import them either."""
 
 
 @final
 @dataclass(frozen=True)
 class Task:
-    """One training, as it is pickled for its process."""
+    """One training, in the form in which it is pickled for its process."""
 
     label: str
     seed: int
@@ -80,7 +80,7 @@ def main(header: Mapping[str, Any], started: float) -> None:
 
 
 def run_arm(task: Task, folder: Path, started: float) -> ArmRun:
-    """Train, and return the record of the run; `folder` gets the progress."""
+    """Train, and return the record of the run; The progress is written into `folder`."""
     observer = Observer(lambda share, text: _say(folder, share, text))
     trainer: Trainer | None = None
     error: str | None = None
@@ -94,7 +94,7 @@ def run_arm(task: Task, folder: Path, started: float) -> ArmRun:
             error = "the run was interrupted"
         elif observer.curves and _callback(trainer, MetricComparison) is None:
             _compare_in_fp32(trainer, module, data)
-    except SystemExit as exit_:  # Lightning leaves by it after an interrupt
+    except SystemExit as exit_:  # Lightning raises it after an interrupt
         error = f"the run ended by `sys.exit({exit_.code!r})`"
     except Exception as caught:
         with contextlib.suppress(OSError):  # the disk is full
@@ -126,15 +126,15 @@ def _trainer(task: Task, observer: Observer) -> Trainer:
 
 
 def _compare_in_fp32(trainer: Trainer, module: LightningModule, data: LightningDataModule) -> None:
-    """Validate the final weights once more, beside fp32.
+    """Validate the final weights once more, together with an fp32 copy.
 
-    This comes after the fit. So the fit has the values of a run by hand, even if user code counts its validations
-    outside of the module.
+    This comes after the fit. So the fit has the same values as a run without this package, even if user code counts its
+    validations outside of the module.
     """
     trainer.callbacks.append(MetricComparison())  # type: ignore[attr-defined]
     try:
         trainer.validate(module, datamodule=data, verbose=False)
-    except Exception:  # the report then has no comparison with fp32
+    except Exception:  # without it, the report has no comparison with fp32
         with contextlib.suppress(OSError):
             traceback.print_exc()
 
@@ -192,14 +192,14 @@ def _callback(trainer: Trainer | None, kind: Any) -> Any:
 
 
 def _precision(plugin: Any, history: ScaleHistory) -> str:
-    """Return our name of the precision, or Lightning's for a plugin that is not ours, and when the run fell back."""
+    """Return our name for the precision, or Lightning's name under other plugins, with the step of a fallback."""
     if plugin is None:
         return ""
     if history.fallbacks and history.first is not None:
         return f"{history.first.precision}{describe_fallbacks(history)}"
     if isinstance(plugin, AmpPrecision):
         if history.last is not None and history.last.precision:
-            return history.last.precision  # Lightning calls fp8 and bf16 by the same name
+            return history.last.precision  # Lightning has the same name for fp8 and bf16
         return our_name(plugin.precision)
     return f"{plugin.precision} ({type(plugin).__name__})"
 
@@ -214,7 +214,7 @@ def _device_name(device: torch.device, trainer: Trainer | None) -> str:
 
 
 def _thin(steps: list[int], most: int = 1000) -> list[int]:
-    """Leave out steps by their number, so that every arm keeps the same steps and they can be paired."""
+    """Leave out steps by their number. Every arm then keeps the same steps, so that they can be paired."""
     stride = 1
     while len(steps) > most:
         stride *= 2
@@ -228,7 +228,8 @@ def _thin(steps: list[int], most: int = 1000) -> list[int]:
 def process_settings() -> dict[str, Any]:
     """Return the settings of this process that change the speed or the bits of torch: threads, TF32 and others.
 
-    A script may set them at its top, and then a run by hand has them. Random generators do not belong to them.
+    A script may set them at its top, so its runs need the same settings in other processes. The states of random
+    generators are not included.
     """
     return {
         "num_threads": torch.get_num_threads(),
@@ -271,7 +272,7 @@ def _unpickle(data: bytes, header: Mapping[str, Any]) -> Task:
             _load_main(**header["main"])
         return pickle.loads(data)
     finally:
-        sys.argv = own  # Lightning starts ranks with it
+        sys.argv = own  # Lightning starts other ranks with these arguments
 
 
 def _load(name: str, file: str) -> None:

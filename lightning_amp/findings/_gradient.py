@@ -61,11 +61,12 @@ class GradientFault(NamedTuple):
     """A fault of a gradient.
 
     Attributes:
-        kind: `"nan"` and `"infinite"`: in fp32, too. `"overflow"`: in mixed precision only. `"zero"`: too small for
-            fp16. `"length"`: the right direction with a wrong norm. `"rounding"`: in range, but the wrong direction.
+        kind: `"nan"` and `"infinite"`: not finite in fp32 either. `"overflow"`: not finite in mixed precision only.
+            `"zero"`: too small for fp16, so it becomes zero. `"length"`: the right direction with a wrong norm.
+            `"rounding"`: in range, but the wrong direction.
         row: The first faulty row in the order of the backward.
         total: All gradients together.
-        whole: Whether all gradients together are far off, rather than the gradients of some modules only.
+        whole: Whether the gradient as a whole is wrong, rather than the gradients of some modules only.
         clipped: The line that clips gradients before they are unscaled; empty if there is none.
 
     """

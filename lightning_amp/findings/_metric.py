@@ -47,13 +47,16 @@ class ComparisonRow(NamedTuple):
         return cls(epoch, step, metric, amp, fp32, diff, relative_diff)
 
     def exceeds(self, tolerance: float) -> bool:
-        """Return whether the two sides differ by more than `tolerance`. A NaN on only one side is a difference."""
+        """Return whether the AMP value and the fp32 value differ by more than `tolerance`.
+
+        A NaN on only one side is a difference.
+        """
         if math.isnan(self.amp) or math.isnan(self.fp32):
             return math.isnan(self.amp) != math.isnan(self.fp32)
         return abs(self.diff) > tolerance
 
     def stands_out(self, largest: float) -> bool:
-        """Return whether AMP is not finite, or the two differ by more than a few per cent.
+        """Return whether the AMP value is not finite, or differs from the fp32 value by more than a few per cent.
 
         `largest` is the largest magnitude of the metric in fp32 so far. If a loss has fallen far below it, small
         differences do not matter.
@@ -133,17 +136,18 @@ class EvaluationReport:
             print(comparison.report.module, [tried.setting for tried in comparison.report.tried if tried.works])
 
     Attributes:
-        metric: Its name in `trainer.callback_metrics`.
+        metric: The name of the metric in `trainer.callback_metrics`.
         amp: The metric in mixed precision, over the whole validation.
         fp32: The metric in fp32, over the whole validation.
-        cause: `"batch"`: the batch is not finite. `"weights"`: a parameter or buffer is not. `"module"`: the output of
-            a module is wrong, and its input is not. `"operation"`: an operation of the step outside of all modules.
-            `"state"`: a value that adds up over batches in half precision. `"unknown"`: no batch shows the difference.
+        cause: `"batch"`: the batch is not finite. `"weights"`: a parameter or buffer is not finite. `"module"`: the
+            output of a module is wrong although its input is correct. `"operation"`: the result of an operation outside
+            of all modules is wrong. `"state"`: a value that adds up over batches in half precision. `"unknown"`: no
+            batch shows the difference.
         epoch: `trainer.current_epoch`.
         rank: Rank of the process that had the batch.
         world_size: Number of processes.
-        loader_idx: Index of the loader; `None` with one.
-        batch_idx: The first batch that shows the difference; `None` if no single one does.
+        loader_idx: Index of the batch's loader; `None` with one.
+        batch_idx: The first batch that shows the difference; `None` if no single batch shows it.
         batch_amp: The metric in mixed precision, over this batch alone.
         batch_fp32: The metric in fp32, over this batch alone.
         in_fp32_too: Whether the metric is not finite in fp32 either, so that no precision can help.
@@ -155,7 +159,7 @@ class EvaluationReport:
         operation: The operation, such as `"cos"`; empty if it is not known.
         place: The line of the user's code that calls it.
         tried: The remedies that were tried, in this order.
-        note: The reason why not more is known.
+        note: The reason why the cause was not narrowed down further.
 
     """
 

@@ -27,7 +27,7 @@ class Operation:
             `None` outside of all modules.
         module_class: Class of that module.
         in_backward: Whether its backward made a non-finite gradient from a finite one.
-        is_sum: Whether it is a sum of gradients: each gradient was finite, their sum was not.
+        is_sum: Whether it is a sum of gradients that overflowed although each gradient was finite.
         dtype: Dtype of the result or gradient, such as `"float16"`.
         shape: Shape of the result or gradient.
         largest_input: Largest finite magnitude among its inputs; in a backward among the gradients that arrived.
@@ -71,10 +71,10 @@ class Diagnosis:
     """The place where the first non-finite value of a step appeared.
 
     Attributes:
-        cause: `"batch"`: the batch has non-finite values. `"weights"`: a parameter or buffer of the module has.
-            `"forward"`: the output of the module overflowed, from finite inputs and weights. `"loss"`: all modules were
-            fine, but the loss was not finite. `"backward"`: the loss was finite, only its scaled gradient overflowed.
-            `"none"`: everything was finite.
+        cause: `"batch"`: the batch has non-finite values. `"weights"`: a parameter or buffer of the module has
+            non-finite values. `"forward"`: the output of the module overflowed, from finite inputs and weights.
+            `"loss"`: all modules were fine, but the loss was not finite. `"backward"`: the loss was finite, only its
+            scaled gradient overflowed. `"none"`: everything was finite.
         module: Qualified name of the module, the empty string for the outermost; `None` if no module is named.
         module_class: Class of the module.
         where: In a forward: `"output"`; or `"input"`, if the module received a non-finite value although every module
@@ -89,9 +89,9 @@ class Diagnosis:
         largest_weight: Largest finite magnitude of the module's own parameters.
         largest_gradient: Largest magnitude, scaled, of the gradients that are finite.
         entries: With cause `"batch"`: the parts of the batch with non-finite values, and how many each has.
-        in_fp32: Whether the same step is finite in fp32; empty if no fp32 step was run. Comparing two diagnoses
-            ignores this field and the next.
-        operation: The operation and its line; `None` if none was looked for or found.
+        in_fp32: Whether the same step is finite in fp32; empty if no fp32 step was run. Two diagnoses are compared
+            without this field and the next one.
+        operation: The operation and its line; `None` if no operation was searched for or found.
 
     """
 

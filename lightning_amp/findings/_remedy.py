@@ -20,14 +20,15 @@ class Remedy(NamedTuple):
     Attributes:
         kind: Empty: nothing. `"bf16"`: that precision. `"fp32_modules"`: these modules in fp32. `"operation in fp32"`:
             `.float()` on the inputs of the named operation. `"operation without autocast"`: the same, with autocast off
-            around it. `"source in fp32"`: `.float()` on the inputs of an earlier operation, whose rounded result made
-            an argument 0. `"logsigmoid"`: `logsigmoid` instead of the logarithm of a sigmoid. `"scale"`: a lower loss
-            scale. `"divisor"`: the loss divided by a constant. `"epsilon"`: an argument kept at least that far from 0.
+            during the operation. `"source in fp32"`: `.float()` on the inputs of an earlier operation, whose rounded
+            result made an argument 0. `"logsigmoid"`: `logsigmoid` instead of the logarithm of a sigmoid. `"scale"`: a
+            lower loss scale. `"divisor"`: the loss divided by a constant. `"epsilon"`: an argument kept at least an
+            epsilon away from 0.
             `"finite mask"`: the lowest number of the format instead of minus infinity. `"clamp"`: an argument kept
             below a number. `"zero_infinity"`: that option of a CTC loss.
         values: Names of modules, the scale, the divisor, the epsilon, the argument of `logsigmoid` (`"x"` or `"-x"`).
-            For an earlier operation: its name and line, then name and line of the operation that loses the digits. All
-            further entries are lines on which the same was done.
+            For an earlier operation: its name and line, then the name and line of the operation that rounds its result.
+            All further entries are other lines to which the remedy was applied.
         worked: Whether loss and gradients were finite.
 
     """

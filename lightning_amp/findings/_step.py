@@ -1,4 +1,4 @@
-"""The record of one attempted optimizer step, and the fallbacks that the records of a run show."""
+"""The record of one attempted optimizer step, and functions that find the fallbacks in the records of a run."""
 
 from __future__ import annotations
 

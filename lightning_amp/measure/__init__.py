@@ -1,7 +1,7 @@
 """Measure how long something takes and how much memory it needs. Read `_speed.py` first.
 
 `DeviceClock` is the one clock. `StepTimer` times the steps of a fit, and `PartTimer` the parts of a step. `in_rounds`
-times several runs in turns, and `SpeedComparison` says whether one of them is faster.
+times several runs in turns, and `SpeedComparison` decides whether one of them is faster.
 """
 
 from lightning_amp.measure._device_clock import DeviceClock

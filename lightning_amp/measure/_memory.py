@@ -16,16 +16,16 @@ from typing_extensions import final, override
 from lightning_amp._compat import _torch
 
 MemoryOf = Literal["device", "tensors"]
-"""A peak counts either the memory that the device's allocator gave out, or the memory of tensors on the CPU."""
+"""The source of a peak: the memory handed out by the device's allocator, or the memory of tensors on the CPU."""
 
 _SETTLED_STEPS = 3
-"""Optimizer steps to watch on the CPU. From the second one on, all gradients and optimizer states exist."""
+"""Number of optimizer steps to watch on the CPU. From the second step on, all gradients and optimizer states exist."""
 _MOST_STEPS = 64
 """The number of steps to watch if all of them are skipped."""
 
 
 def is_settled(num_batches: int, num_attempted: int, num_skipped: int) -> bool:
-    """Return whether memory has reached its peak: gradients, optimizer states and activations existed together.
+    """Return whether memory has reached its peak, because gradients, optimizer states and activations existed together.
 
     A skipped step makes no optimizer state, and several optimizers may step in one batch.
     """
@@ -44,7 +44,7 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor has one block of memory, and so is not lazy, sparse or on the meta device."""
+    """Return whether a tensor has a single block of memory. Lazy, sparse and meta tensors have none."""
     return not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta
 
 
@@ -65,13 +65,13 @@ class PeakMemory(ABC):
     def on(device: torch.device, module: nn.Module, *, profiled: bool = False) -> PeakMemory:
         """Return a measurement for this device, to be made before the first training step.
 
-        `profiled` says whether the user's own torch profiler will run: torch cannot run two at once.
+        `profiled` is whether the user's own torch profiler will run: torch cannot run two profilers at once.
         """
         return TensorPeak(module, profiled=profiled) if device.type == "cpu" else DevicePeak(device)
 
     @abstractmethod
     def resume(self) -> None:
-        """Begin, or go on after a pause."""
+        """Begin, or continue after a pause."""
 
     @abstractmethod
     def pause(self) -> None:
@@ -114,10 +114,10 @@ class DevicePeak(PeakMemory):
 
 @final
 class TensorPeak(PeakMemory):
-    """Measure what tensors hold on the CPU: weights, buffers, and all that torch's CPU allocator gives out beside them.
+    """Measure the memory of tensors on the CPU: weights, buffers, and all other memory from torch's CPU allocator.
 
-    Torch's profiler measures it, which changes no value. Memory of others (data loading, Python) does not count. The
-    caller closes it after some steps, because a profile grows with each. `None` if another profiler is running.
+    Torch's profiler measures it, which changes no value. Memory of data loading and of Python does not count. The
+    caller closes it after some steps, because a profile grows with each step. `None` if another profiler is running.
     """
 
     memory_of = "tensors"
@@ -135,7 +135,7 @@ class TensorPeak(PeakMemory):
         self._started = True
         if _torch.is_profiling():
             return
-        gc.collect()  # garbage that an earlier profile saw allocated would be subtracted when it is freed in this one
+        gc.collect()  # otherwise memory from an earlier profile that is freed in this profile would be subtracted
         with contextlib.suppress(Exception):
             profile: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
             profile.__enter__()
@@ -148,7 +148,7 @@ class TensorPeak(PeakMemory):
     @override
     def close(self) -> int | None:
         profile, self._profile = self._profile, None
-        if profile is not None and _torch.is_profiling():  # otherwise another profiler has ended this one
+        if profile is not None and _torch.is_profiling():  # otherwise another profiler has already ended this profiler
             with contextlib.suppress(Exception):
                 profile.__exit__(None, None, None)
                 self._peak = self._held + _torch.peak_of_allocations(profile)

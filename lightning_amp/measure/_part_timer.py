@@ -17,7 +17,7 @@ SCALING, CALLBACKS, REST = "checks, unscaling and clipping", "callbacks", "rest"
 
 @final
 class PartTimer:
-    """Add up the time of nested parts. Each moment counts for the innermost part only.
+    """Adds up the time of nested parts of a step. Time is counted for the innermost part only.
 
     The host's clock measures data loading and callbacks, and the device's clock all other parts.
     """

@@ -1,4 +1,4 @@
-"""Time several runs in rounds, so that a machine that becomes busy slows down all of them and not only the last."""
+"""Time several runs in rounds. A machine that becomes busy then slows down all of them, and not only the last one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def in_rounds(
 
     Args:
         runs: Functions that return the seconds of one run.
-        takes_part: Returns the names for the next round, given the number of finished rounds. No name ends the timing.
+        takes_part: Returns the names for the next round, given the number of finished rounds. An empty result ends the
+            timing.
         failed: Called with the name and the exception if a first call raises; that run is then left out. Without
             `failed` the exception is raised.
 

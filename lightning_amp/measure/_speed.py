@@ -1,8 +1,9 @@
-"""`SpeedComparison`: the statistic behind every sentence about speed: a ratio of times, its interval, and a claim.
+"""`SpeedComparison`: the statistic behind every sentence about speed.
 
-A repetition is a whole run (one seed of a comparison) or a whole round in which each contestant runs once. It is never
-a single step. All steps of one process share its memory layout, its clock and its neighbours on the machine, so
-thousands of them repeat one measurement. This file needs no torch, no Lightning and no scipy.
+It has a ratio of times, its interval, and a claim. A repetition is a whole run (one seed of a comparison) or a whole
+round in which each contestant runs once. It is never a single step. All steps of one process share a memory layout, a
+clock rate and other load on the machine. So thousands of steps repeat one measurement. This file needs no torch, no
+Lightning and no scipy.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from lightning_amp._arguments import is_number, require
 SpeedClaim = Literal["faster", "slower", "same", "undecided", "one run"]
 
 SAME_WITHIN = 1.05
-"""A contestant is "as fast within 5 %" if the whole interval of the ratio lies between 1 / 1.05 and 1.05."""
+"""A run is "as fast within 5 %" as its reference if the whole interval of the ratio lies between 1 / 1.05 and 1.05."""
 
 _WIDEST = 100.0
-"""An interval whose ends differ by a larger factor says nothing and is not written."""
+"""An interval whose ends differ by a larger factor is too wide to be useful, and is not printed."""
 
 
 @final
 @dataclass(frozen=True)
 class SpeedComparison:
-    """How many times as fast a contestant is as its reference, and what may be claimed about it.
+    """How many times as fast one run, the contestant, is as its reference, and the claim that this supports.
 
     If both run the same thing, "faster" or "slower" is claimed with probability `1 - level` at most, for any number of
     independent repetitions. `tests/unit/measure/test_speed.py` simulates this.
@@ -70,7 +71,10 @@ class SpeedComparison:
     def of_rounds(
         cls, contestant_s: Iterable[float], reference_s: Iterable[float], level: float = 0.95
     ) -> SpeedComparison | None:
-        """Compare two series of seconds, paired by round; `None` without a round in which both took time."""
+        """Compare two series of seconds, paired by round.
+
+        `None` if there is no round in which both took a measurable time.
+        """
         pairs = [(a, b) for a, b in zip(contestant_s, reference_s, strict=False) if a > 0 and b > 0]
         return cls.of([math.log(a / b) for a, b in pairs], level) if pairs else None
 
@@ -85,7 +89,7 @@ class SpeedComparison:
 
     @property
     def differs(self) -> bool:
-        """Return whether one of the two is shown to be faster."""
+        """Return whether one of the two runs is shown to be faster."""
         return self.claim in ("faster", "slower")
 
     @property
@@ -100,7 +104,7 @@ class SpeedComparison:
         return {"claim": self.claim, **asdict(self)}
 
     def widened(self, factor: float) -> SpeedComparison:
-        """Widen the interval so that it also holds if a busy machine moved the ratio by `factor`, up or down."""
+        """Widen the interval so that it remains valid if a busy machine changed the ratio by `factor`, up or down."""
         if self.low is None or self.high is None:
             return self
         factor = max(factor, 1 / factor)
@@ -134,7 +138,7 @@ class SpeedComparison:
 def paired_log_ratio(contestant_s: Sequence[float], reference_s: Sequence[float]) -> float:
     """Return the median of log(time of the contestant / time of the reference) over steps that did the same work.
 
-    Pairing cancels how long a batch is: it must be step k of the one against step k of the other.
+    Pairing step k of one run with step k of the other cancels differences between batches.
 
     Raises:
         ValueError: If the lengths differ, there is no step, or a time is not positive.
@@ -154,7 +158,7 @@ def times_as_fast(ratio: float, low: float | None = None, high: float | None = N
 
 
 def _written(factors: list[float]) -> list[str]:
-    """Write factors above 1 with enough decimals to tell them from 1 and from each other."""
+    """Write factors above 1 with enough decimals to distinguish them from 1 and from each other."""
     least, spread = min(factors), max(factors) - min(factors)
     one_is_enough = round(least, 1) > 1 and (len(factors) == 1 or spread >= 0.1)
     digits = 1 if one_is_enough else 2 if least >= 1.005 else 3

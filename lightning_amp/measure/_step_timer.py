@@ -14,15 +14,18 @@ from typing_extensions import final
 from lightning_amp.measure._device_clock import DeviceClock
 
 _FIRST = 10
-"""Steps that are not steady, because they allocate memory, choose kernels and compile code. In short runs: a fifth."""
+"""Steps that are not steady, because they allocate memory, choose kernels and compile code.
+
+In short runs, a fifth of the steps counts as not steady.
+"""
 
 
 @final
 class StepTimer:
     """Measure the time from the end of one training batch to the end of the next, data loading included.
 
-    To leave out the loading, call :meth:`resume` when a batch begins. On a device that has timed events only
-    :meth:`pause` waits, and no step does.
+    To leave out the loading, call :meth:`resume` when a batch begins. On a device with timed events, steps do not wait,
+    but :meth:`pause` does.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,22 +70,25 @@ class StepTimer:
         self._previous = now
 
     def steady(self) -> list[int]:
-        """Return the steady steps: without the first ones, the first after each pause, and watched ones."""
+        """Return the steady steps: without the first steps, the first step after each pause, and watched steps."""
         first, uneven = min(_FIRST, self.num_laps // 5), self._uneven | self._watched
         return [lap for lap in range(first, len(self._seconds)) if lap not in uneven]
 
     def step_s(self, steps: Iterable[int] | None = None) -> list[float]:
-        """Return the seconds of these steps, by default of all steady ones. Call it after :meth:`pause`."""
+        """Return the seconds of these steps, by default of all steady steps. Call it after :meth:`pause`."""
         return [self._seconds[lap] for lap in (self.steady() if steps is None else steps)]
 
     def samples_per_s(self, steps: Iterable[int] | None = None) -> list[float]:
-        """Return the samples per second of these steps, by default of all steady ones, where batch sizes are known."""
+        """Return the samples per second of these steps, by default of all steady steps, where batch sizes are known."""
         laps = self.steady() if steps is None else steps
         known = [lap for lap in laps if self._samples[lap] >= 0 and self._seconds[lap] > 0]
         return [self._samples[lap] / self._seconds[lap] for lap in known]
 
     def elapsed_s(self) -> list[float]:
-        """Return the seconds of training after 0, 1, 2, ... steps; a watched step counts as much as a usual one."""
+        """Return the seconds of training after 0, 1, 2, ... steps.
+
+        A watched step counts with the time of a usual step.
+        """
         times = self.step_s() or [s for lap, s in enumerate(self._seconds) if lap not in self._watched]
         usual = median(times) if times else 0.0
         laps = (min(s, usual) if lap in self._watched else s for lap, s in enumerate(self._seconds))

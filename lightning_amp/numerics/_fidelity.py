@@ -1,4 +1,7 @@
-"""How close values are to a reference. Every result is a tensor on the device, so nothing waits for it."""
+"""Measure how close values are to a reference.
+
+Every result is a tensor on the device, so no function waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from torch import Tensor
 from lightning_amp.numerics._limits import widest_dtype
 
 _MASK = -3e4
-"""A value below this in both outputs is a mask. Each precision fills masks with its own smallest number."""
+"""A value below this limit in both outputs counts as a mask.
+
+Each precision fills masks with its own smallest number.
+"""
 
 
 def fidelity(sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,7 +39,8 @@ def fidelity(sums: Tensor) -> tuple[Tensor, Tensor]:
 def fidelity_sums(reference: Tensor, values: Tensor) -> Tensor:
     """Return the squared norms of `reference`, of `values` and of their difference: [3], float64 if the device has it.
 
-    The sums of several tensors add up; :func:`fidelity` turns them into ratios. A complex value counts as two reals.
+    The sums of several tensors may be added up; :func:`fidelity` turns them into ratios. A complex value counts as two
+    real values.
     """
     if reference.shape != values.shape:
         raise ValueError(f"The shapes must be the same; got {tuple(reference.shape)} and {tuple(values.shape)}.")

@@ -53,13 +53,16 @@ def extremes(tensor: Tensor) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return whether all values of all tensors are finite: bool [] on their device. Integers and no values are."""
+    """Return whether all values of all tensors are finite: bool [] on their device.
+
+    Integers count as finite, and so does an empty list.
+    """
     ends = [end for tensor in tensors for end in extremes(tensor)]
     return torch.isfinite(stack_scalars(ends)).all() if ends else torch.ones((), dtype=torch.bool)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether all values of one tensor are finite. Waits for the device."""
+    """Return whether all values of one tensor are finite. This waits for the device."""
     ends = extremes(tensor)
     if not ends:
         return True
@@ -68,7 +71,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def nonfinite_gradients(parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Return the names of parameters whose gradients are not all finite. Waits for the device once."""
+    """Return the names of parameters whose gradients are not all finite. This waits for the device once."""
     ends = [(n, end) for n, p in parameters.items() if p.grad is not None for end in extremes(p.grad)]
     if not ends:
         return ()

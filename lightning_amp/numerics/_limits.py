@@ -20,11 +20,12 @@ class FormatLimits:
 
     Attributes:
         name: `"fp32"`, `"bf16"`, `"fp16"`, `"e4m3"` or `"e5m2"`.
-        dtype: Torch's name for it.
+        dtype: The torch dtype of the format.
         largest: The largest finite value.
-        rounds_to_zero: Values up to here become zero (round to nearest, ties to even).
-        rounds_to_normal: Values from here on become normal; smaller ones lose precision bit by bit.
-        overflows_from: Values from here on overflow. They become infinite, or in e4m3, which has no infinity, torch
+        rounds_to_zero: Values up to this one become zero (round to nearest, ties to even).
+        rounds_to_normal: Values from this one on become normal numbers; smaller values lose one bit of precision with
+            each halving.
+        overflows_from: Values from this one on overflow. They become infinite, or in e4m3, which has no infinity, torch
             2.13 cuts them to the largest value; other libraries return NaN.
 
     """
@@ -42,7 +43,7 @@ def _measure(name: str, dtype: torch.dtype) -> FormatLimits:
     subnormal = info.smallest_normal * info.eps
     top_step = 2.0 ** (math.frexp(info.max)[1] - 1) * info.eps
     half_way = info.max + top_step / 2
-    if name == "e4m3":  # its largest value is even, so the tie rounds down to it; everywhere else it is odd
+    if name == "e4m3":  # its largest value is even, so the tie rounds down to it; in all other formats it is odd
         half_way = float(torch.nextafter(torch.tensor(half_way), torch.tensor(torch.inf)))
     return FormatLimits(name, dtype, info.max, subnormal / 2, info.smallest_normal - subnormal / 2, half_way)
 

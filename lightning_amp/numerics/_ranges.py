@@ -1,4 +1,7 @@
-"""How well values fit into a format. Every result is a tensor on the device of the values, so nothing waits for it."""
+"""Measure how well values fit into a format.
+
+Every result is a tensor on the device of the values, so no function waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,30 @@ from lightning_amp._compat import _modules
 from lightning_amp.numerics._limits import FORMATS, widest_dtype
 
 _LEAST = 1e-12
-"""Torchao treats a smaller largest value as this one, so it does not scale such values up to the format's range."""
+"""Torchao replaces a smaller largest value by this one, so it scales such tensors up less than it could."""
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def underflow_counts(values: Tensor, number_format: str = "fp16", scale: float | Tensor = 1.0) -> Tensor:
-    """Count the values that become zero, that become subnormal, and all that count: int64, shape [3].
+    """Count the values that become zero, the values that become subnormal, and all values: int64, shape [3].
 
-    They are multiplied by `scale`, a float or a tensor [], and rounded exactly as a conversion to the format does it.
-    Zeros and non-finite values do not count. The counts of several tensors add up.
+    The values are multiplied by `scale`, a float or a tensor [], and rounded exactly as by a conversion to the format.
+    Zeros and non-finite values are left out of all counts. The counts of several tensors add up.
     """
     fits = FORMATS[number_format]
     values = values.detach()
     magnitude = values.abs()
     magnitude = (magnitude if magnitude.dtype in (torch.float32, torch.float64) else magnitude.float()) * scale
     zeros, finite = (values == 0).count_nonzero(), torch.isfinite(values).count_nonzero()
-    to_zero = (magnitude <= fits.rounds_to_zero).count_nonzero()  # these include the zeros; never inf or NaN
+    to_zero = (magnitude <= fits.rounds_to_zero).count_nonzero()  # these values include the zeros; never inf or NaN
     below_normal = (magnitude < fits.rounds_to_normal).count_nonzero()
     return torch.stack([to_zero - zeros, below_normal - to_zero, finite - zeros])
 
 
 @final
 class ScaledCast(NamedTuple):
-    """A cast with dynamic scaling, as in torchao's recipes: the largest value becomes the largest of the format.
+    """A cast with dynamic scaling, as in torchao's recipes: the largest value becomes the largest number of the format.
 
     Attributes:
         number_format: A key of `FORMATS`.
@@ -51,7 +54,7 @@ class ScaledCast(NamedTuple):
     power_of_two: bool
 
     def losses(self, values: Tensor) -> Tensor:
-        """Count the values that become zero, that are cut to the largest, and all that count: int64 [3].
+        """Count the values that become zero, the values cut to the largest number, and all non-zero values: int64 [3].
 
         Zeros do not count. After scaling only non-finite values are cut. The counts of several tensors add up.
         """
@@ -84,7 +87,7 @@ def headroom_bits(values: Tensor, number_format: str = "fp16", scale: float | Te
 
 
 def dense(values: Tensor) -> Tensor:
-    """Return the stored values of a sparse or nested tensor as a plain one, and any other tensor unchanged."""
+    """Return the stored values of a sparse or nested tensor as a plain tensor, and any other tensor unchanged."""
     if values.is_nested:
         return values.values() if values.layout is torch.jagged else torch.cat([v.flatten() for v in values.unbind()])
     if values.layout is torch.sparse_coo:
@@ -138,7 +141,7 @@ def exponent_histogram(values: Tensor, lowest: int, highest: int) -> ExponentHis
     flat = flat.float() if flat.dtype != torch.float64 else flat
     size = highest - lowest + 1
     bins = torch.frexp(flat).exponent.clamp_(lowest + 1, highest + 1).sub_(lowest + 1).long()
-    bins.masked_fill_((flat == 0) | ~torch.isfinite(flat), size)  # an additional bin for values that do not count
+    bins.masked_fill_((flat == 0) | ~torch.isfinite(flat), size)  # an additional bin for zeros and non-finite values
     if flat.device.type == "cpu":
         counts = torch.bincount(bins, minlength=size + 1)
     else:  # `bincount` would wait for the device, to learn the largest bin

@@ -1,4 +1,4 @@
-"""The Lightning adapter: precision plugins, and what a step needs of them. Read `_amp.py` first."""
+"""The Lightning adapter: precision plugins, and the functions that a step calls on them. Read `_amp.py` first."""
 
 from lightning_amp.casting import fp32_region
 from lightning_amp.precision._amp import AmpPrecision

@@ -8,7 +8,7 @@ documentation shows and a test compares):
 
 This file translates the hooks of Lightning. `_settings.py` chooses precision and scaler. `_fit.py` runs backward, step
 and batch end. `_forward.py` makes the contexts of steps. `_fallback.py` chooses another precision for a stuck run.
-`_ledger.py` keeps records and scales from fit to fit. Without a run there is autocast only.
+`_ledger.py` keeps records and scales from fit to fit. Without a running Trainer, the plugin only provides autocast.
 """
 
 from __future__ import annotations
@@ -73,22 +73,22 @@ class AmpPrecision(MixedPrecision):
             globs on qualified names (`"queue*"`, `"head.centre"`). Use it for buffers that a step writes itself, such
             as queues of keys, centres and codebooks. They may have any dtype, and be edited or replaced.
         upcast_parameters: Make trainable parameters that are fp16 or bf16 when a fit begins (a model loaded in
-            bfloat16) float32, permanently, before optimizers exist; in `"fp32"` too. Half-precision buffers beside them
-            become float32 as well, frozen parameters stay. `False`: such parameters are an error, except in `"fp32"`.
+            bfloat16) float32, permanently, before optimizers exist; in `"fp32"` too. Half-precision buffers of their
+            modules too; frozen parameters stay. `False`: such parameters are an error, except in `"fp32"`.
         fp8_recipe: For `"fp8"` only: how values are scaled before they are rounded to 8 bits. `None` is
             `"rowwise_with_gw_hp"`, the most accurate; `"rowwise"`, `"tensorwise"` (the fastest), or a
             `torchao.float8.Float8LinearConfig`, with `emulate=True` for a device without fp8.
-        fallback: Precisions to go on in, in order, when the run is stuck: `["bf16", "fp32"]`. It is stuck when the
-            limit of skips in a row is reached, and at least half of them are because of gradients. The next batch then
-            runs in the next precision, which a warning says, without a loss scale, and the count of skips starts at 0.
-            A checkpoint resumes in its own precision, and another Trainer starts in `precision`. With `"auto"`, the
-            list begins behind the precision that was picked.
+        fallback: Precisions in which a stuck run continues, in order: `["bf16", "fp32"]`. A run is stuck if the limit
+            of skips in a row is reached and gradients caused at least half of them. The next batch then runs in the
+            next precision without a loss scale, after a warning, and the count of skips starts at 0. A checkpoint
+            resumes in its own precision, and another Trainer starts in `precision`. With `"auto"`, the list begins
+            after the picked one.
 
     Raises:
         ValueError: For an unknown precision, a scaler with `"bf16"` or `"fp8"`, or a `fallback` that cannot help. When
             the Trainer attaches, for a precision that the device cannot run, a rule that matches nothing, or if no
             layer qualifies for fp8.
-        ImportError: When the Trainer attaches, if fp8 lacks a torchao of 0.18 or later.
+        ImportError: When the Trainer attaches, if fp8 is requested without torchao 0.18 or later.
         FloatingPointError: During training, if the run is stuck.
 
     Cost: a fused optimizer does not wait for the device. Any other optimizer reads the flag once per step: in fp16 as
@@ -151,28 +151,28 @@ class AmpPrecision(MixedPrecision):
         return self._settled().dtype
 
     def _settled(self) -> Choice:
-        # Before a Trainer attaches, "auto" goes by the instructions of the device that Lightning chooses by default. It
-        # measures later, in the process that trains, because the threads of a measurement do not survive a fork.
+        # Before a Trainer attaches, "auto" goes by the instructions of the device that Lightning chooses by default.
+        # The measurement comes later, in the process that trains, because its threads would not survive a fork.
         return self._choice or Choice.by_instructions(torch.device(self.device))[0]
 
     @property
     def fp8_layers(self) -> Mapping[str, str | None]:
-        """Return for each `nn.Linear`, by its qualified name, `None` if it ran in fp8 in the last fit, else why not."""
+        """Map the name of each `nn.Linear` to `None` if it ran in fp8 in the last fit, else to the reason."""
         return dict(self._fp8_layers)
 
     @property
     def last_step(self) -> StepRecord | None:
-        """Return the last attempted optimizer step. Waits for the device."""
+        """Return the last attempted optimizer step. This waits for the device."""
         return self._ledger.so_far(self.scaler)[2]
 
     @property
     def num_steps(self) -> int:
-        """Count the applied optimizer steps in all fits of one Trainer. Waits for the device."""
+        """Count the applied optimizer steps in all fits of one Trainer. This waits for the device."""
         return self._ledger.so_far(self.scaler)[0]
 
     @property
     def num_skipped(self) -> int:
-        """Count the skipped optimizer steps in all fits of one Trainer. Waits for the device."""
+        """Count the skipped optimizer steps in all fits of one Trainer. This waits for the device."""
         return self._ledger.so_far(self.scaler)[1]
 
     @property
@@ -181,7 +181,7 @@ class AmpPrecision(MixedPrecision):
         return self._ledger.log
 
     def flush(self) -> None:
-        """Complete the steps since the last batch, and hand all records to the subscribers. Waits for the device."""
+        """Complete the steps since the last batch, wait for the device, and hand all records to the subscribers."""
         if self._fit is not None:
             self._fit.steps.finish_batch()
         self._ledger.log.flush()
@@ -207,7 +207,7 @@ class AmpPrecision(MixedPrecision):
         if fitting:
             if not goes_on:
                 self._settings.reset(self.scaler)
-            if self.upcast_parameters:  # before `fp32_modules`, which refuse half-precision parameters
+            if self.upcast_parameters:  # before `fp32_modules`, because these refuse half-precision parameters
                 _upcast_parameters.upcast(module)
         own = [name for name in REPLACEABLE if not _clipping.is_default(self, name, AmpPrecision)]
         self._run = run = Run(self, module, choice, self._settings.evaluation(choice, device), self.fp32_modules, own)
@@ -240,7 +240,7 @@ class AmpPrecision(MixedPrecision):
         return self.autocast_context_manager()
 
     def forward_context_of(self, precision: str) -> AbstractContextManager[Any]:
-        """Return the forward context of a training step in this precision, to run it again; empty: the present one."""
+        """Return the forward context of a training step, to run it again in this precision, or in the present one."""
         return self.forward_context() if self._run is None else self._run.forward_context_of(precision)
 
     @override
@@ -352,7 +352,7 @@ class AmpPrecision(MixedPrecision):
             self.unscale_(optimizer)
             self.clip_grad_by_value(optimizer, clip_val)
             return
-        if self._fit is not None:  # no check here: a norm that is not finite makes gradients NaN, which the step finds
+        if self._fit is not None:  # no check here: the step finds the NaN gradients that a non-finite norm causes
             gradients = self._fit.steps.gradients
             gradients.unscale(gradients.state(optimizer))
         if clip_val > 0:
@@ -379,7 +379,7 @@ class AmpPrecision(MixedPrecision):
     def _fall_back_if_stuck(self) -> None:
         """Go on in the next precision if the batch that ended was one skip too many; all ranks together."""
         if self._fallback.why_stuck:
-            self._ledger.log.flush()  # these steps were taken in the old precision
+            self._ledger.log.flush()  # the steps so far were taken in the old precision
             self._fallback.go_on(self._settled(), self._go_on_in)
 
     @override
@@ -412,7 +412,7 @@ class AmpPrecision(MixedPrecision):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # state that the checkpoint lacks starts afresh, even if an earlier fit has left some
+        # state that the checkpoint lacks is reset, even if an earlier fit has left some
         start = self._fallback.restart()
         if start is not None and start != self._choice and self._run is not None:
             self._go_on_in(start)
@@ -421,7 +421,7 @@ class AmpPrecision(MixedPrecision):
         if self._fit is not None:
             self._fit.steps.gradients.note_scale()
         if type(self).__qualname__ not in checkpoint and (key := find_entry(checkpoint)) is not None:
-            self._load(checkpoint[key], key)  # else Lightning itself calls `load_state_dict`
+            self._load(checkpoint[key], key)  # otherwise Lightning itself calls `load_state_dict`
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings and the scaler for a pickle or a deep copy, without the run."""

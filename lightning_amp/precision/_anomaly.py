@@ -13,13 +13,13 @@ from lightning_amp.numerics import all_finite
 
 @final
 class AnomalyCheck:
-    """Context of the scaled backward, which may overflow; :meth:`check` then tells whether the true one is finite.
+    """Context of the scaled backward, which may overflow; :meth:`check` then tests whether the true backward is finite.
 
     The scaled backward runs without the check for NaN, and still records traces. If it leaves non-finite gradients, the
     true loss is differentiated again with the check. A real anomaly raises torch's own error, with its trace. After an
     overflow the step is skipped as usual.
 
-    Cost: keeps the graph, reads a flag at each backward, and runs a second backward after an overflow.
+    Cost: the graph is kept, each backward reads a flag, and a second backward runs after an overflow.
     """
 
     def __init__(self, loss: Tensor) -> None:

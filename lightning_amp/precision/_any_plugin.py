@@ -1,4 +1,4 @@
-"""Let a manual loop differentiate and unscale under any precision plugin, so that a module depends on none."""
+"""Let a manual loop differentiate and unscale under any precision plugin, so that modules depend on no plugin."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scaled_grad(trainer: Any, outputs: Any, inputs: Any, **kwargs: Any) -> tuple
         trainer: `self.trainer`.
         outputs: Tensor of any shape, or a sequence of tensors.
         inputs: Tensors to differentiate by.
-        kwargs: Go to `torch.autograd.grad`; `create_graph=True` for a penalty.
+        kwargs: Passed to `torch.autograd.grad`; `create_graph=True` for a penalty.
 
     Returns:
         One gradient per input, of its shape; `None` where `allow_unused` permits it.
@@ -53,7 +53,7 @@ def unscale_(trainer: Any, optimizer: Any) -> None:
             optimizer.step()
 
     A second call before the next step changes nothing. Under `AmpPrecision` that step is skipped if the gradients are
-    not finite now, even if you replace these values afterwards. Without loss scaling it divides nothing.
+    not finite now, even if you replace these values afterwards. Without loss scaling it changes no gradient.
 
     Args:
         trainer: `self.trainer`.

@@ -21,11 +21,11 @@ from lightning_amp.scaling import BackwardWatch, OptimizerSteps, Scaled, Unscale
 
 @final
 class ScalerByHand:
-    """Redirects `scaler.scale`, `unscale_`, `step` and `update` to the plugin until :meth:`detach`.
+    """Redirects the scaler's `scale`, `unscale_`, `step` and `update` to the plugin until :meth:`detach`.
 
     Manual loops take the scaler from `trainer.precision_plugin.scaler`, to clip, or to step as without a Trainer. The
-    plugin keeps the state of gradients, steps and flags, not the scaler. So gradients are unscaled once, and a step is
-    checked, counted and skipped as any other:
+    plugin keeps the state of gradients, steps and flags, not the scaler. With the redirection, gradients are unscaled
+    once, and the step is checked, counted and skipped like any other:
 
     * `scale(loss).backward()` is a scaled backward; inside of the plugin's backward, which scales, it is an error.
     * `unscale_(optimizer)` calls the plugin's `unscale_`.
@@ -67,7 +67,7 @@ class ScalerByHand:
         return scaled
 
     def _follow(self, output: Any, scaled: Any, scale: Tensor) -> None:
-        """Note the backward of each loss when it begins."""
+        """Record the beginning of the backward of each loss."""
         if not isinstance(scaled, Tensor):
             for one, its_scaled in zip(output, scaled, strict=True):
                 self._follow(one, its_scaled, scale)
@@ -114,7 +114,7 @@ class ScalerByHand:
     def _update(self, new_scale: float | Tensor | None = None) -> None:
         if new_scale is not None:
             self._steps.replace_scale(partial(self._own_update, new_scale))
-        elif _torch.has_found_infs(self._scaler):  # the plugin calls: only it gives the scaler flags
+        elif _torch.has_found_infs(self._scaler):  # only the plugin sets flags, so it makes this call
             self._own_update()
         else:
             self._skip_left_out()
@@ -145,29 +145,32 @@ def _as_lists(outputs: Any) -> Any:
 class BypassedSteps:
     """Raises an error before an optimizer step that bypasses the plugin while its gradients are scaled.
 
-    Without it such a step would silently move the weights by the gradients times the scale. Torch calls it for each
-    step of every optimizer, through its public registry of step hooks, until :meth:`detach`. Steps of the plugin pass,
-    and so do steps on gradients that are not scaled. The plugin knows this of its own optimizers; for other optimizers
-    the watch on their backwards knows it.
+    Without the error, such a step would silently move the weights by the gradients times the scale. Torch calls it for
+    each step of every optimizer, through its public registry of step hooks, until :meth:`detach`. Steps of the plugin
+    pass, and so do steps on gradients that are not scaled. The plugin records the scale of its own optimizers'
+    gradients; for other optimizers, the hooks on their backwards record it.
 
-    Cost: two calls per optimizer step. It is not needed without loss scaling.
+    Cost: two calls per optimizer step. Without loss scaling, it is not installed.
     """
 
-    only_looks = True  # if a step has no other hook, it may still be decided on the device
+    only_looks = True  # a step without other hooks may still be decided on the device
 
     def __init__(self, steps: OptimizerSteps, watch: BackwardWatch) -> None:
         self._steps, self._watch = steps, watch
         self._handles = [register_optimizer_step_pre_hook(self), register_optimizer_step_post_hook(self)]
 
     def detach(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._watch.detach()
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Check before and after any step; after it, because its closure may have run a scaled backward."""
+        """Check before and after every step of any optimizer.
+
+        The check after a step is needed because its closure may have run a scaled backward.
+        """
         steps = self._steps
         if steps.stepping:
             return

@@ -1,6 +1,6 @@
 """Clip the true gradients of an optimizer, plain and sharded ones together, or leave clipping to a fused optimizer.
 
-Torch's own functions take gradients of one device mesh only, or of none.
+Torch's own functions accept either unsharded gradients, or sharded gradients of a single device mesh.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing_extensions import final
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Clip as `torch.nn.utils.clip_grad_norm_`, by the norm of all gradients, as if nothing were sharded."""
+    """Clip like `torch.nn.utils.clip_grad_norm_`, by the norm of all gradients, whether sharded or not."""
     groups = _by_mesh(parameters)
     _add_up(groups)
     if len(groups) == 1:
@@ -29,7 +29,7 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
 
 
 def clip_by_value(parameters: Iterable[nn.Parameter], max_value: float) -> None:
-    """Clip as `torch.nn.utils.clip_grad_value_`."""
+    """Clip like `torch.nn.utils.clip_grad_value_`."""
     groups = _by_mesh(parameters)
     _add_up(groups)
     for group in groups:
@@ -48,8 +48,8 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 def _add_up(groups: list[list[nn.Parameter]]) -> None:
     """Add up gradients that sequence parallelism leaves as one summand per rank.
 
-    The elements of a summand cannot be clipped by value. The norm could be, but up to torch 2.11 multiplying such a
-    `DTensor` in place changes nothing.
+    Clipping by value needs the sum, because the elements of one summand are not the elements of the gradient. Clipping
+    by norm could do without the sum, but up to torch 2.11, multiplying such a `DTensor` in place has no effect.
     """
     for parameter in (p for group in groups for p in group):
         grad: Any = parameter.grad
@@ -97,7 +97,7 @@ class FoldPlan:
         )
 
     def current(self) -> FoldPlan:
-        """Return the plan, made anew if callbacks were added or removed, which happens during a fit too."""
+        """Return the plan. It is made again if callbacks were added or removed, which can also happen during a fit."""
         if self._callbacks != self._trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             self._look()
         return self

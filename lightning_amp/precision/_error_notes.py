@@ -26,7 +26,7 @@ _MIXTURES = (
     f"expected scalar type Float but found {_HALF}",
     f"Input type .*{_HALF}.* and (?:bias|weight) type .* should be the same",
 )
-"""Messages about two dtypes that meet. In a `torch.autograd.Function` they have another remedy."""
+"""Messages about two different dtypes in one operation. In a `torch.autograd.Function` they have a different remedy."""
 
 _REMEDIES = {
     f"value cannot be converted to type {_HALF} without overflow": (
@@ -47,7 +47,7 @@ _REMEDIES = {
     f"not implemented for '{_HALF}'": "torch has no {short} kernel for it on this device: call `.float()` on the input",
     "unsafe to autocast": "",
 }
-"""By a pattern of the message: its cause, and what to write. They are tried in this order."""
+"""The cause of an error and the fix, by a pattern of its message. They are tried in this order."""
 
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
@@ -55,9 +55,10 @@ _MARK = "lightning_amp: raised"
 
 
 def note(error: BaseException, module: nn.Module, dtype: torch.dtype, device_type: str, step: str) -> None:
-    """Add a note to an error in which autocast has a part; its type, message and traceback stay.
+    """Add a note to an error in which autocast is involved; its type, message and traceback stay.
 
-    On Python 3.10, which has no notes, it is a line in the log. It names `step` if no module's forward was running.
+    On Python 3.10, which has no notes, it is a line in the log. The note names `step` if no module's forward was
+    running.
     """
     if not isinstance(error, (RuntimeError, TypeError)) or any(_MARK in n for n in getattr(error, "__notes__", ())):
         return
@@ -67,7 +68,7 @@ def note(error: BaseException, module: nn.Module, dtype: torch.dtype, device_typ
     place = _Place.of(error, module)
     own = () if place.module is None else (*place.module.parameters(), *place.module.buffers())
     if any(tensor.dtype == dtype for tensor in own):
-        return  # the user's own half precision
+        return  # the user's own half-precision tensors, without autocast
     words = _words(pattern, place, dtype, device_type, step)
     add_note = getattr(error, "add_note", None)
     if add_note is None:

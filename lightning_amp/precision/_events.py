@@ -23,7 +23,7 @@ EVENTS: Final = (
     Event("scale the loss", "gradients of earlier backwards are brought to the same scale"),
     Event("backward", "autocast is off"),
     Event("on_after_backward", "gradients are still scaled here"),
-    Event("unscale", "once; earlier if `clip_gradients` or `unscale_` asks for true gradients"),
+    Event("unscale", "once; earlier if `clip_gradients` or `unscale_` needs true gradients"),
     Event(
         "check finite",
         "one flag per optimizer, on the device; a flag that `unscale_` or clipping by value set stays set",

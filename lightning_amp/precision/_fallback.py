@@ -15,16 +15,16 @@ from lightning_amp.casting import Choice, Precision, parse_precision
 from lightning_amp.findings import StepPrecision
 from lightning_amp.scaling import Saved
 
-_PRECISION, _BEGAN_IN = "precision", "began_in"  # in a checkpoint
+_PRECISION, _BEGAN_IN = "precision", "began_in"  # the key in a checkpoint
 
 
 @final
 class Fallback:
-    """The checked argument `fallback`, and how far along this list a run is.
+    """The checked argument `fallback`, and the position of a run in this list.
 
     If `"auto"` picks a precision of the list, the list begins behind it, so that one configuration serves all machines.
-    A checkpoint also says in which precision a run began, because with `"auto"` another machine, or another
-    measurement, may pick another one.
+    A checkpoint also stores the precision in which a run began, because another machine or measurement may pick another
+    precision for `"auto"`.
 
     Attributes:
         reached: The precision that the run fell back to; `None` before it fell back.
@@ -39,7 +39,7 @@ class Fallback:
         self.forget()
 
     def forget(self) -> None:
-        """Reset everything but the settings."""
+        """Reset everything except the settings."""
         self.reached: Choice | None = None
         self._picked: Choice | None = None  # as if there were no checkpoint
         self.resumed: Choice | None = None
@@ -47,7 +47,7 @@ class Fallback:
 
     @property
     def moved(self) -> bool:
-        """Return whether the run's precision is another one than the settings alone would give."""
+        """Return whether the run's precision differs from the one that the settings alone would give."""
         return self.reached is not None or self.resumed is not None
 
     @property
@@ -55,12 +55,14 @@ class Fallback:
         return self.resumed or self._picked
 
     def begin(self, start: Choice, device: torch.device, *, goes_on: bool, fitting: bool) -> Choice:
-        """Return the precision of a run that begins; refuse a fit that could reach one which the device cannot run.
+        """Return the precision of a run that begins.
+
+        Refuse a fit that could fall back to a precision that the device cannot run.
 
         Args:
             start: The precision without any fallback.
             device: The run's device.
-            goes_on: Whether its Trainer has trained before.
+            goes_on: Whether the Trainer has trained before.
             fitting: Whether it trains.
 
         """
@@ -75,7 +77,7 @@ class Fallback:
 
     @property
     def left(self) -> list[Choice]:
-        """Return the precisions that are left to go on in."""
+        """Return the precisions to which the run can still fall back."""
         names, now = self._names, self.reached or self._began_in
         if now is not None and now.name in names:
             names = names[names.index(now.name) + 1 :]
@@ -83,7 +85,7 @@ class Fallback:
 
     @property
     def said(self) -> str:
-        """Return the precisions that are left as words for the first line; empty without the argument."""
+        """Describe these precisions for the line at the start of a fit; empty without the argument."""
         if not self._names:
             return ""
         names = [choice.name for choice in self.left]
@@ -94,7 +96,7 @@ class Fallback:
         self.why_stuck = why
 
     def go_on(self, before: Choice, change: Callable[[Choice], None]) -> None:
-        """Call `change` with the next precision, and say why."""
+        """Call `change` with the next precision, and warn of the reason."""
         why, self.why_stuck = self.why_stuck, ""
         self.reached = choice = self.left[0]
         change(choice)
@@ -118,9 +120,12 @@ class Fallback:
         return {_PRECISION: (self.reached or self._began_in).name, _BEGAN_IN: self._began_in.name}
 
     def resume(self, saved: Saved, device: torch.device) -> Choice | None:
-        """Take up the entries of :meth:`state`, and return the precision to go on in; `None` if it does not change."""
+        """Load the entries of :meth:`state`, and return the precision in which to continue.
+
+        `None` if it does not change.
+        """
         if _PRECISION not in saved or self._began_in is None:
-            return None  # the checkpoint is from another plugin, or of a scaler alone
+            return None  # the checkpoint is from another plugin, or holds a scaler only
         names = [str(saved.any(key)) for key in (_PRECISION, _BEGAN_IN)]
         for key, name in zip((_PRECISION, _BEGAN_IN), names, strict=True):
             if name not in get_args(StepPrecision) or not name:
@@ -142,7 +147,7 @@ class Fallback:
         if now == began_in or (now == mine and self.resumed is None):
             return None
         fell_back = f"the run of the checkpoint was stuck in {began_in!r} and fell back to {now!r}"
-        if began_in != mine and self.resumed is None:  # the user asks for something else now
+        if began_in != mine and self.resumed is None:  # the user now requests another precision
             _messages.info(f"lightning_amp: {fell_back}; this one is in {mine!r}, as passed.")
             return None
         choice = Choice.of(now)

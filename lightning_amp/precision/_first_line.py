@@ -1,4 +1,4 @@
-"""Say in one line at the start of a fit which precision, scale and protections are on."""
+"""Log one line at the start of a fit: the precision, the scale, and the active protections."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def say_first_line(
     fallback: str,
     skip_nonfinite: bool,
 ) -> None:
-    """Say precision, device, scaler and protections. If nothing is trained, say only what `"auto"` chose.
+    """Log precision, device, scaler and protections. If nothing is trained, log only the choice of `"auto"`.
 
     Args:
         run: The run that begins.
         scaler: The scaler in use.
-        why: The reason of `"auto"`; empty for a precision that was asked for.
+        why: The reason of `"auto"`; empty for a precision that the user named.
         given_scaler: The scaler that the user passed.
-        fallback: Words about the precisions to go on in; empty if there are none.
+        fallback: Words about the precisions of `fallback`; empty if there are none.
         skip_nonfinite: Whether a step that is not finite is skipped without a scaler too.
 
     """
     forward, skips = run.forward, enabled(scaler) is not None or skip_nonfinite
-    resumed = run.module.trainer.ckpt_path is not None  # a checkpoint is about to say what the scale is
+    resumed = run.module.trainer.ckpt_path is not None  # a checkpoint is about to set the scale
     parts = [_precision_on(forward.training, forward.device_type, why, resumed)]
     if run.fp8 is not None and forward.in_fp8:
         parts.insert(0, run.fp8.summary)
@@ -42,7 +42,7 @@ def say_first_line(
         return
     if scaler is not None:
         parts.append(_scale(scaler, resumed))
-    if given_scaler is not None and scaler is None and not (why and resumed):  # then the checkpoint may need it
+    if given_scaler is not None and scaler is None and not (why and resumed):  # the checkpoint may need the scaler then
         parts.append("`scaler` is left unused")
     if fallback:
         parts.append(fallback)

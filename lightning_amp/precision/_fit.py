@@ -29,7 +29,7 @@ from lightning_amp.scaling import BackwardWatch, HalfGradientsError, OptimizerSt
 from lightning_amp.skipped_steps import BufferPlace, SkipProtection, matching_places
 
 REPLACEABLE = ("forward_context", "autocast_context_manager", "clip_grad_by_norm")
-"""A run has to know which of these methods of the plugin were replaced, by a subclass or on the instance."""
+"""Methods of the plugin. A run needs to know which of them were replaced, by a subclass or on the instance."""
 
 
 @final
@@ -41,8 +41,8 @@ class Run:
         module: The user's.
         training: Precision of training steps.
         evaluation: Precision of validation, test and prediction.
-        fp32_modules: Rules for modules; a rule that matches nothing raises a `ValueError`.
-        replaced: Members of `REPLACEABLE` that are not the plugin's own.
+        fp32_modules: Rules. A rule that matches nothing raises a `ValueError`.
+        replaced: The methods in `REPLACEABLE` that a subclass or the user has replaced.
 
     Attributes:
         fit: Its backwards and optimizer steps; `None` until the optimizers exist, and if nothing is trained.
@@ -95,7 +95,7 @@ class Run:
         log: RecordLog,
         after_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin a fit with the user's unwrapped optimizers, if this is one.
+        """If this run is a fit, begin it with the user's unwrapped optimizers.
 
         Without a scaler, steps that are not finite are skipped if `skip_nonfinite`. `after_batch` is called at the end
         of each batch in which there may have been an optimizer step.
@@ -132,20 +132,23 @@ class Run:
         return self.forward.evaluation_step(self.module if module is None else module, step)
 
     def forward_context_of(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        """Return the forward context of a training step in this precision; empty: the present one."""
+        """Return the forward context of a training step in this precision; an empty name is the present precision."""
         if precision in ("", self.forward.training.name):
             return self._plugin.forward_context()
         with self.forward.pretending(Choice.of(precision)):
             return self._plugin.forward_context()
 
     def fp8_on(self, module: nn.Module, precision: str) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a copy's fp8 layers in a training step of this precision; empty: the present one."""
+        """Return the context of a copy's fp8 layers in a training step of this precision.
+
+        An empty name stands for the present precision.
+        """
         if self.fp8 is None or (precision or self.forward.training.name) != "fp8":
             return contextlib.nullcontext()
         return self.fp8.on(module)
 
     def finish(self, flush: Callable[[], None]) -> None:
-        """Read the last records, unscale gradients that are left, and say which settings have had no effect.
+        """Read the last records, unscale the remaining gradients, and warn of settings that had no effect.
 
         An error here must not hide the exception that ended the run.
         """
@@ -160,7 +163,7 @@ class Run:
                     self.fp8.finish()
 
     def detach(self) -> None:
-        """Leave the user's objects as they were."""
+        """Restore the user's objects."""
         try:
             if self.fit is not None:
                 self.fit.detach()
@@ -200,7 +203,8 @@ class Fit:
         self.protection = SkipProtection(module, run.named_buffers, on=self.steps.skips)
         self.fold_plan = FoldPlan(module, own_norm)
         self._anomaly: AnomalyCheck | None = None
-        self._may_turn_half = run.forward.training.mixed  # the first step tells whether parameters do
+        # the first step shows whether parameters become half precision
+        self._may_turn_half = run.forward.training.mixed
         self._compiling = _modules.CompiledBackwardWithoutAutocast()
         self._compiling.start()
         self._guard(watch)
@@ -221,7 +225,7 @@ class Fit:
     def change_scaler(self, scaler: torch.amp.GradScaler | None, *, mixed: bool) -> None:
         """Go on in another precision, between two batches.
 
-        The protection from skipped steps stays, because the schedules have not been told of the last step yet.
+        The protection from skipped steps stays, because the schedules do not yet have the result of the last step.
         """
         watch = self._watch(scaler)
         self._let_go()
@@ -315,12 +319,12 @@ class Fit:
     def _plan(self, optimizer: Optimizer) -> StepPlan:
         fold, max_norm = self.fold_plan.current().fold()
         protection = self.protection
-        if not protection.active:  # a step with nothing to protect asks no further
+        if not protection.active:  # a step with nothing to protect does not read the flag
             return StepPlan(fold, max_norm)
         return StepPlan(fold, max_norm, protection.host_must_know(optimizer), protection.asks_for_loss)
 
     def _compute(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
-        if self._automatic:  # Lightning's closure enters the context around `training_step` itself
+        if self._automatic:  # Lightning's closure itself enters the context of `training_step`
             output = closure()
         else:
             with self._plugin.forward_context():
@@ -344,7 +348,7 @@ class Fit:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
-        """Leave the user's objects, and torch, as they were."""
+        """Restore the user's objects and torch's switches."""
         try:
             self.protection.detach()
         finally:

@@ -53,7 +53,7 @@ class ForwardContexts:
         evaluation: Precision of validation, test and prediction.
         rules: Rules for modules that compute in fp32. A rule that matches nothing raises a `ValueError`.
         autocast: Makes the plugin's forward context.
-        autocast_stays: Whether that is the same in each step, so that one can be used again.
+        autocast_stays: Whether that context is the same in each step, so that one can be reused.
 
     """
 
@@ -78,12 +78,12 @@ class ForwardContexts:
         self._idle_rules: IdleRules | None = None
         self._prepare()
         self._fp32_metrics = Fp32Metrics(module, device_type)
-        # of shadows of the module that a callback validates beside it
+        # contexts of shadows, the copies of the module that a callback validates
         self._shadows: WeakKeyDictionary[nn.Module, Fp32Metrics] = WeakKeyDictionary()
-        self._step: str | None = None  # which kind of step ran last
+        self._step: str | None = None  # the kind of the step that ran last
         self._epoch_ends: dict[str, EpochEnd] = {}
         self._training_step: _TrainingStep | None = None
-        self._float64_entries: list[str] = []  # of the latest batch, where nobody casts them
+        self._float64_entries: list[str] = []  # entries of the latest batch, if they are not cast
 
     def _prepare(self) -> None:
         self.fp32_modules = Fp32Modules(self._module, self._rules, self.device_type, active=self._mixed)
@@ -97,9 +97,9 @@ class ForwardContexts:
         return self.training.mixed or self.evaluation.mixed
 
     def change(self, training: Choice, evaluation: Choice) -> None:
-        """Go on in other precisions, between two steps.
+        """Continue in other precisions, between two steps.
 
-        If all of it is fp32 from here on, the overrides of fp32 modules stay: they change nothing.
+        If everything is fp32 from now on, the overrides of fp32 modules stay, because they have no effect.
         """
         was_mixed = self._mixed
         self.training, self.evaluation = training, evaluation
@@ -112,7 +112,7 @@ class ForwardContexts:
 
     @contextlib.contextmanager
     def pretending(self, training: Choice) -> Generator[None, None, None]:
-        """Make contexts as of a training step in another precision, for a step that runs again."""
+        """Make the contexts of a training step in another precision, for a step that runs again."""
         before, self.training = self.training, training
         try:
             yield
@@ -126,16 +126,16 @@ class ForwardContexts:
 
     @property
     def in_fp8(self) -> bool:
-        """Return whether the fp8 layers shall multiply in fp8 now."""
+        """Return whether the fp8 layers should multiply in fp8 now."""
         return not self.evaluating and self.training.name == "fp8"
 
     def finish(self) -> None:
-        """Say at the end of a fit which rules have had no effect."""
+        """Warn at the end of a fit of rules that had no effect."""
         if self._idle_rules is not None:
             self._idle_rules.say()
 
     def detach(self) -> None:
-        """Leave the module as it was."""
+        """Restore the module."""
         for hook in self._epoch_ends.values():
             hook.restore()
         self.fp32_modules.remove()
@@ -145,9 +145,9 @@ class ForwardContexts:
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def convert_input(self, data: Any) -> Any:
-        """Cast float64 tensors of a batch to float32, which autocast does not do, and no layer takes a mixture.
+        """Cast float64 tensors of a batch to float32. Autocast does not, and no layer accepts a mixture of both.
 
-        A loader that works in training works in evaluation too, even if that is in fp32.
+        So a loader that works in training also works in evaluation, even in fp32.
         """
         self._float64_entries = []
         if _has_no_float64(data):
@@ -181,7 +181,7 @@ class ForwardContexts:
     def training_step(self, fit: Any) -> contextlib.AbstractContextManager[None]:
         """Return the context of a training step. A training step inside of validation has its precision.
 
-        `fit` is told when the step begins and ends; `None` if nothing is trained.
+        `fit` is notified when the step begins and ends; `None` if nothing is trained.
         """
         step = self._training_step
         if step is None or step.active or self.evaluating:
@@ -191,7 +191,10 @@ class ForwardContexts:
         return step
 
     def around_training_step(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of the metrics; the first step of an epoch looks for them, any other takes 0.2 us."""
+        """Return the context of the metrics.
+
+        The first step of an epoch searches for them, and any other step takes 0.2 us.
+        """
         if self._idle_rules is not None:
             self._idle_rules.before_training_step()
         if self._step != "training_step":
@@ -216,7 +219,7 @@ class ForwardContexts:
         before, self.evaluating = self.evaluating, True
         try:
             around = self._around_evaluation(module, step) if self.evaluation.mixed else _NOTHING
-            # not in a hook: users export models there, which needs the module's own `forward`
+            # not in a hook, because users export models there, and an export needs the module's own `forward`
             shares = step is not None and module is self._module
             with around, SharedCopies(self.reused_weights, step) if shares else _NOTHING, self.autocast():
                 yield
@@ -264,8 +267,8 @@ class ForwardContexts:
 class _TrainingStep:
     """`train_step_context`, made once and entered for each step.
 
-    For a tiny model making it anew, or a generator, would be a noticeable part of a step. The `torch.autocast` inside
-    is used again too, unless a subclass of the plugin has its own.
+    For a tiny model, making a new context in each step, or a generator, would take a noticeable part of a step. The
+    `torch.autocast` inside is used again too, unless a subclass of the plugin has its own.
     """
 
     def __init__(self, contexts: ForwardContexts, fit: Any) -> None:
@@ -288,7 +291,7 @@ class _TrainingStep:
         self._sharing.__enter__()
         if self._autocast is None or not self._contexts.autocast_stays:
             self._autocast = self._contexts.autocast()
-        self._inside = self._autocast  # kept, since a change of precision resets the other attribute
+        self._inside = self._autocast  # kept here, because a change of precision resets the attribute
         self._inside.__enter__()
         self.active = True
 
@@ -323,7 +326,7 @@ def _has_no_float64(data: Any) -> bool:
 
 
 def _downcast(data: Any, module: LightningModule) -> Any:
-    """Return the batch with float64 tensors as float32, which is said once; unchanged if the module is float64.
+    """Return the batch with float64 tensors as float32, with one warning; unchanged if the module is float64.
 
     Autocast leaves float64 tensors alone, so a linear layer would get a float64 input and a half-precision weight.
     """

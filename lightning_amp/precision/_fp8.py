@@ -1,4 +1,4 @@
-"""Turn fp8 on for one fit: choose the layers, and say how many there are and what slows them down."""
+"""Turn fp8 on for one fit: choose the layers, and log their number and the settings that slow them down."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from lightning_amp.precision._forward import ForwardContexts
 class Fp8:
     """The linear layers of a module that multiply in fp8 while it trains.
 
-    `layers` has each `nn.Linear` by its name: `None`, or why it is not in fp8. If no layer qualifies, it raises a
-    `ValueError`; without a recent torchao, an `ImportError`.
+    `layers` has each `nn.Linear` by its name: `None`, or the reason why it is not in fp8. If no layer qualifies, it
+    raises a `ValueError`; without a recent torchao, an `ImportError`.
     """
 
     def __init__(self, module: LightningModule, forward: ForwardContexts, recipe: Any, device: torch.device) -> None:
@@ -55,11 +55,11 @@ class Fp8:
             f" FLOPs, {name_of(recipe)})"
         )
         if converted:
-            self.summary += f" beside {converted} that you converted yourself"
+            self.summary += f" in addition to {converted} that you converted yourself"
         _warn(module, recipe, device)
 
     def finish(self) -> None:
-        """Note at the end of a fit which layers have left fp8, and say which layers never ran in it."""
+        """Record at the end of a fit which layers have left fp8, and warn of layers that never ran in it."""
         self.layers.update(dict.fromkeys(self._linears.replaced(), "its weight was replaced during the fit (pruning)"))
         idle = [name for name in self._linears.idle() if self.layers[name] is None]
         if idle and len(idle) < sum(1 for why in self.layers.values() if why is None):

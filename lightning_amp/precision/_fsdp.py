@@ -1,8 +1,8 @@
 """`FSDPAmpPrecision`: the same pipeline for `FSDPStrategy` (FSDP1), whose gradients are shards.
 
 Parameters are gathered and gradients reduced in float32, and autocast casts inside each layer, as on one device. Only
-so does sharding change nothing. Norms, residuals, losses and `fp32_modules` get float32 parameters, and batches are not
-cast. `docs/guide/fsdp.md` has the cost, and says how to gather in half precision instead.
+then does sharding change no result. Norms, residuals, losses and `fp32_modules` get float32 parameters, and batches are
+not cast. `docs/guide/fsdp.md` has the cost, and explains how to gather in half precision instead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
     Do *not* use it with `ModelParallelStrategy` (FSDP2), which takes :class:`AmpPrecision`.
 
     Args:
-        precision: See :class:`AmpPrecision`, also for the next four.
+        precision: See :class:`AmpPrecision`, also for the next four arguments.
         scaler: A `ShardedGradScaler` too. Its process group is not used, since all ranks agree anyway.
         fp32_modules: Their parameters are gathered in float32 anyway, like all others.
         eval_precision: Validate, test and predict in another precision.
@@ -174,7 +174,8 @@ def clip_grad_norm_(model: nn.Module, params: Sequence[nn.Parameter], max_norm: 
         if whole:
             _clip_root(model, max_norm)
             return
-        norms = [_clip_root(root, math.inf) for root in roots]  # measures and leaves them as they are
+        # this call measures the gradients and leaves them unchanged
+        norms = [_clip_root(root, math.inf) for root in roots]
     finally:
         for param, grad in others:
             param.grad = grad

@@ -20,12 +20,15 @@ from lightning_amp.precision._settings import enabled
 from lightning_amp.scaling import DerivativeScale, DynamicLossScaler, RecordLog, Saved, check_scaler_state
 
 STOCK_KEY = "MixedPrecision"
-"""Stock Lightning keeps its scaler under this key. Ours is written there too, so that a run can go back to stock."""
+"""Stock Lightning keeps its scaler under this key.
+
+Our scaler is saved there too, so that a run can continue in stock Lightning.
+"""
 
 STOCK_FSDP_KEY = "FSDPPrecision"
 """The same for `FSDPStrategy`."""
 
-_DERIVATIVES = "derivative_scale"  # only in runs that have used it
+_DERIVATIVES = "derivative_scale"  # saved only if the run has used it
 
 _KEYS = ("AmpPrecision", "FSDPAmpPrecision", STOCK_KEY, STOCK_FSDP_KEY, "native_amp_scaling_state")
 
@@ -47,7 +50,7 @@ class Ledger:
         self.derivatives = DerivativeScale()
 
     def begin(self, trainer: Any, scaler: torch.amp.GradScaler | None) -> bool:
-        """Begin a fit, and return whether it continues the last one, in the same Trainer."""
+        """Begin a fit, and return whether it continues the last fit, in the same Trainer."""
         goes_on = self._last_trainer.goes_on(trainer)
         before, self.log = self.log, self._new_log(_skip_limit(scaler))
         if goes_on:
@@ -63,16 +66,16 @@ class Ledger:
     def go_on_in(
         self, choice: Choice, scaler: torch.amp.GradScaler | None, on_stuck: Callable[[str], None] | None
     ) -> None:
-        """Note the precision of the next steps, and the function to call if they are stuck."""
+        """Record the precision of the next steps, and the function to call if they are stuck."""
         self.log.go_on_in(cast(StepPrecision, choice.name), _skip_limit(scaler), on_stuck)
 
     def so_far(self, scaler: torch.amp.GradScaler | None) -> tuple[int, int, StepRecord | None]:
-        """Return the numbers of applied and skipped steps, and the last step. Waits for the device."""
+        """Return the numbers of applied and skipped steps, and the last step. This waits for the device."""
         scaler = enabled(scaler)
         return self.log.so_far(None if scaler is None else _torch.scale_tensor(scaler))
 
     def clear(self) -> None:
-        """Forget everything, before a checkpoint is loaded."""
+        """Reset everything, before a checkpoint is loaded."""
         self.log.restore(0, 0, (), None)
         self.derivatives = DerivativeScale()
 
@@ -103,10 +106,10 @@ class Ledger:
             if not set(map(str, streak)) <= {"loss", "gradient"}:
                 raise saved.wrong("consecutive_skips", 'a list of "loss" and "gradient"')
             counters = (saved.count("num_steps"), saved.count("num_skipped"), streak, saved.record("last_step"))
-            if _DERIVATIVES in saved:  # first, because it may be refused
+            if _DERIVATIVES in saved:  # loaded first, because it may be refused
                 self.derivatives.load(saved, _DERIVATIVES)
             self.log.restore(*counters)
-        if scaler is not None and scaler_state:  # fp16 from a bf16 checkpoint starts afresh
+        if scaler is not None and scaler_state:  # fp16 from a bf16 checkpoint starts with a new scale
             _load_scaler(scaler, scaler_state)
 
 
@@ -117,7 +120,7 @@ def _skip_limit(scaler: torch.amp.GradScaler | None) -> int:
 def _load_scaler(scaler: torch.amp.GradScaler, state: dict[str, Any]) -> None:
     if isinstance(scaler, DynamicLossScaler):
         passed = scaler.overridden(state)
-    else:  # the user must have passed the settings that differ from torch's defaults
+    else:  # settings that differ from torch's defaults must come from the user
         defaults = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
         mine = {name: getattr(scaler, f"get_{name}")() for name in defaults}
         passed = {n: (v, state[n]) for n, v in mine.items() if v != defaults[n] and state.get(n, v) != v}

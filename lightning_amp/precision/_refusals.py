@@ -1,4 +1,4 @@
-"""Refuse modules, strategies and Fabric before the first batch, or warn of them, always with the fix."""
+"""Refuse modules, strategies and Fabric before the first batch, or warn of them. Each message contains the fix."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lightning_amp.precision import _upcast_parameters
 
 
 def check(module: LightningModule, choice: Choice, device: torch.device, in_fp32: Collection[nn.Module] = ()) -> None:
-    """Raise one `ValueError` if this module cannot be trained in this precision; warn once of all that may be wrong.
+    """Raise one `ValueError` if this module cannot be trained in this precision.
 
-    The submodules `in_fp32` compute in fp32 in any precision.
+    Warn once of everything else that may be wrong. The submodules `in_fp32` compute in fp32 in any precision.
     """
     if not choice.mixed:
         return
@@ -97,7 +97,7 @@ def _unsafe_losses(module: LightningModule, device: torch.device, in_fp32: Colle
 
 
 def _slow(choice: Choice, device: torch.device) -> list[str]:
-    """Find a GPU without bfloat16 units. The doctor finds such a CPU, since it measures."""
+    """Describe a GPU without bfloat16 units. A CPU without them is found by the doctor, because it measures."""
     if choice.name != "bf16" or device.type != "cuda" or has_bf16_units(device):
         return []
     return ["this GPU emulates bfloat16: `doctor` measures what that costs, and precision 'auto' picks another format"]
@@ -182,7 +182,10 @@ def require_strategy(plugin: Any, strategy: Any) -> None:
 
 
 def require_trainer(plugin: Any, module: Any) -> None:
-    """Raise a `TypeError` in Fabric, which accepts any precision plugin, but whose loops have no step to own."""
+    """Raise a `TypeError` in Fabric.
+
+    Fabric accepts any precision plugin, but its loops do not let a plugin control the step.
+    """
     if not isinstance(module, LightningModule) or module.fabric is not None or not _has_trainer(module):
         raise TypeError(
             f"`{plugin!r}` is a plugin for `L.Trainer`, which owns the optimizer step; {_in_fabric(plugin)}."
@@ -192,7 +195,7 @@ def require_trainer(plugin: Any, module: Any) -> None:
 def _has_trainer(module: LightningModule) -> bool:
     try:
         return isinstance(module.trainer, Trainer)
-    except RuntimeError:  # Lightning's, if there is none
+    except RuntimeError:  # Lightning's own error, if the module has no Trainer
         return False
 
 
@@ -200,7 +203,8 @@ def _in_fabric(plugin: Any) -> str:
     text = "in Fabric, where you write the step yourself, use"
     if plugin.precision != "16-mixed":
         return f"{text} `L.Fabric(precision={plugin.precision!r})`"
-    scaler = f"plugins=[MixedPrecision('16-mixed', {plugin.device!r}, DynamicLossScaler())]"  # the CPU takes no string
+    # on the CPU, Fabric does not accept a precision string
+    scaler = f"plugins=[MixedPrecision('16-mixed', {plugin.device!r}, DynamicLossScaler())]"
     return (
         f"{text} `L.Fabric({scaler})` with `lightning.fabric.plugins.MixedPrecision` and"
         " `lightning_amp.DynamicLossScaler`"

@@ -48,9 +48,10 @@ class Settings:
     def choose(
         self, device: torch.device, pick: Callable[[], tuple[Choice, str]], *, fitting: bool = True
     ) -> tuple[Choice, str]:
-        """Return the precision of training, and why `"auto"` picked it; refuse a precision that the device cannot run.
+        """Return the precision of training, and the reason if `"auto"` picked it.
 
-        `pick` picks for `"auto"`, on all ranks alike, and is not called without it. Only a fit needs fp8.
+        Refuse a precision that the device cannot run. `pick` picks for `"auto"`, on all ranks alike, and is not called
+        without it. fp8 is only required in a fit.
         """
         if "auto" in (self.requested, self._eval_requested):
             self._picked, why = pick()
@@ -64,7 +65,7 @@ class Settings:
         return training, ""
 
     def evaluation(self, training: Choice, device: torch.device) -> Choice:
-        """Return the precision of validation, test and prediction; refuse one that the device cannot run.
+        """Return the precision of validation, test and prediction; refuse a precision that the device cannot run.
 
         Without `eval_precision` it is the precision of training, or bf16 if that is fp8.
         """
@@ -121,12 +122,15 @@ class Settings:
 
 
 def enabled(scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
-    """Return a scaler that scales, else `None`."""
+    """Return the scaler if it is enabled, else `None`."""
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def pick_on_all_ranks(module: LightningModule, device: torch.device) -> tuple[Choice, str]:
-    """Pick for `"auto"`, and say why. Rank 0 decides for all, because two measurements may differ."""
+    """Pick the precision for `"auto"`, and give the reason.
+
+    Rank 0 decides for all, because two measurements may differ.
+    """
     strategy = module.trainer.strategy
     picked = Choice.pick(device, module) if strategy.is_global_zero else None
     return strategy.broadcast(picked) or Choice.pick(device, module)

@@ -15,10 +15,10 @@ ENOUGH_STEPS = 100
 
 @final
 class IdleRules:
-    """Says once in a fit which rules have had no effect.
+    """Warns once in a fit of rules that had no effect.
 
     A module may run in some batches only, or only in validation. So it waits for `ENOUGH_STEPS` training steps, and for
-    the first validation if there is one. In a shorter fit it speaks at the end.
+    the first validation if there is one. In a shorter fit it warns at the end.
     """
 
     def __init__(self, module: LightningModule, fp32_modules: Fp32Modules) -> None:
@@ -29,17 +29,17 @@ class IdleRules:
         self._done = False
 
     def before_training_step(self) -> None:
-        """Say it, if the waiting is over."""
+        """Warn, if enough steps have run."""
         if self._steps >= ENOUGH_STEPS and not self._done and (self._evaluated or not self._trainer.enable_validation):
             self.say()
         self._steps += 1
 
     def after_evaluation_step(self) -> None:
-        """Note that one ran."""
+        """Record that a validation ran."""
         self._evaluated = True
 
     def say(self) -> None:
-        """Say which modules have not run in the steps so far, unless it has been said."""
+        """Warn of modules that have not run in the steps so far, unless this was done before."""
         if self._done or self._steps == 0:
             return
         self._done = True

@@ -1,8 +1,8 @@
-"""Train a module that was loaded in half precision in float32, as `upcast_parameters` asks.
+"""Convert a module that was loaded in half precision to float32 for training, for the argument `upcast_parameters`.
 
-The strategy hands the module over late. Callbacks have copied it in `setup`, and on one device and in DDP a checkpoint
-has been loaded into it, rounded. So averages are upcast too, and the weights of the checkpoint are loaded again before
-an optimizer or a hook of the fit reads them.
+The strategy passes the module to the plugin late. Callbacks have copied it in `setup`, and on one device and in DDP a
+checkpoint has been loaded into it, rounded. So averages are upcast too, and the weights of the checkpoint are loaded
+again before an optimizer or a hook of the fit reads them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _load_again(
     current = _lightning.weights_beside_averages(checkpoint, [callback for callback, _ in averages])
     state = {**checkpoint, "state_dict": current}
     module.trainer.strategy.load_model_state_dict(state, strict=module.strict_loading)
-    mend_rounding(result.before)  # changes that a callback has made since then stay
+    mend_rounding(result.before)  # changes that a callback has made since then are kept
     for callback, average in averages:
         _lightning.load_average(callback, average, checkpoint)
 
@@ -105,7 +105,7 @@ def _say(module: LightningModule, half: dict[str, str], result: Upcast) -> None:
     verb = "stays" if frozen == 1 else "stay"
     stay = f" {counted(frozen, 'frozen parameter')} {verb} in half precision." if frozen else ""
     _messages.info(
-        f"lightning_amp: {values} became float32{buffers}: {memory(result.num_bytes)} more, beside gradients and"
+        f"lightning_amp: {values} became float32{buffers}: {memory(result.num_bytes)} more, plus gradients and"
         f" optimizer state in float32.{stay}"
     )
 
@@ -118,10 +118,10 @@ class Upcast(NamedTuple):
 
     parameters: set[nn.Parameter]
     before: dict[nn.Parameter, Tensor]
-    """The half-precision values of the parameters, if these were to be kept."""
+    """The half-precision values of the parameters, if the caller asked to keep them."""
     num_buffers: int
     num_values: int
-    """Number of values of the parameters. A lazy module has none as yet."""
+    """Number of values of the parameters. A lazy module has no values yet."""
     num_bytes: int
     """Additional bytes of parameters and buffers, without gradients and optimizer state."""
 
@@ -130,9 +130,10 @@ def upcast_parameters(module: nn.Module, *, keep: bool = False) -> Upcast:
     """Make trainable fp16 and bf16 parameters float32, one after the other; leave frozen ones alone.
 
     The parameters stay the same objects, so that ties, parameter groups and hooks hold. Their gradients become float32
-    with them, and so do half-precision buffers of the same parts of the module: BatchNorm takes no bfloat16 statistics
-    beside float32 weights. A buffer belongs to the innermost module around it that has parameters. It stays if none of
-    these is upcast. With `keep` the result holds the old values, and their memory.
+    with them, and so do half-precision buffers of the same parts of the module: BatchNorm does not accept bfloat16
+    statistics together with float32 weights. A buffer belongs to the innermost module around it that has parameters.
+    The buffer stays unchanged if none of these parameters is upcast. With `keep` the result holds the old values, and
+    their memory.
     """
     half = {p: None for p in module.parameters() if p.requires_grad and p.dtype in HALF_DTYPES}
     before = {parameter: parameter.data for parameter in half} if keep else {}
@@ -175,7 +176,7 @@ def upcast_like(copy: nn.Module, module: nn.Module) -> None:
 
 
 def mend_rounding(before: dict[nn.Parameter, Tensor]) -> None:
-    """Put the half-precision values `before` back into upcast parameters, except where the new values round to them."""
+    """Copy the half-precision values `before` into upcast parameters, except where the new values round to them."""
     for parameter, rounded in before.items():
         if not is_lazy(parameter) and not torch.equal(parameter.data.to(rounded.dtype), rounded.to(parameter.device)):
             parameter.data.copy_(rounded)
@@ -183,7 +184,7 @@ def mend_rounding(before: dict[nn.Parameter, Tensor]) -> None:
 
 def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Find the parameters that `fully_shard` (FSDP2) or FSDP1 has sharded, whose dtype cannot change any more."""
-    # a package that is not imported has made none
+    # a package that is not imported has created no averages
     tensor, fsdp = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
     wrapped: set[nn.Parameter] = set()
     if fsdp is not None:

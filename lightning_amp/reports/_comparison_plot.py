@@ -1,4 +1,4 @@
-"""Draw each metric in AMP and in fp32, and beside it the difference between the two."""
+"""Draw each metric in AMP and in fp32, and next to it the difference between the two."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 Lines = Mapping[str, Sequence[ComparisonRow]]
 
-# The two lines nearly coincide: the thin one of AMP stays visible on the wide, pale one of fp32.
+# The two lines nearly coincide, so the thin line of AMP is drawn on the wide, pale line of fp32.
 _AMP: dict[str, Any] = {"marker": "o", "markersize": 3.5, "linewidth": 1}
 _FP32: dict[str, Any] = {"marker": "o", "markersize": 9, "markeredgewidth": 0, "linewidth": 4, "alpha": 0.35}
 _BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-"""The place of a long legend, which would hide lines inside of the panel."""
+"""The place of a long legend: it would hide lines inside the panel."""
 
 
 def plot_comparison(
@@ -59,7 +59,7 @@ def plot_comparison(
 
 
 def _horizontal(groups: Mapping[str, Lines]) -> tuple[str, Callable[[ComparisonRow], float]]:
-    """Choose epochs, or steps where an epoch has several comparisons."""
+    """Use epochs as the x axis, or steps if an epoch has several comparisons."""
     several = any(len({row.epoch for row in rows}) < len(rows) for lines in groups.values() for rows in lines.values())
     return ("step", lambda row: row.step) if several else ("epoch", lambda row: row.epoch)
 
@@ -69,7 +69,7 @@ def _drawn(value: float) -> float:
 
 
 def _mark_non_finite(axis: Any, points: list[tuple[float, float]]) -> None:
-    """Mark values that are not finite: a gap alone would be overlooked."""
+    """Mark values that are not finite, because a gap alone is easy to overlook."""
     where = sorted({x for x, value in points if not math.isfinite(value)})
     if where:
         y = [0.06] * len(where)
@@ -77,7 +77,7 @@ def _mark_non_finite(axis: Any, points: list[tuple[float, float]]) -> None:
 
 
 def _scale_values(axis: Any, rows: list[ComparisonRow]) -> None:
-    """Show at least a tenth of the values: this panel is about their size."""
+    """Let the axis span at least a tenth of the values, because this panel shows their size."""
     values = [value for row in rows for value in (row.amp, row.fp32) if math.isfinite(value)]
     if values:
         low, high = min(values), max(values)
@@ -87,7 +87,7 @@ def _scale_values(axis: Any, rows: list[ComparisonRow]) -> None:
 
 
 def _scale_differences(axis: Any, rows: list[ComparisonRow], tolerances: set[float]) -> None:
-    """Put zero in the middle and keep differences readable: a tolerance far beyond them must not flatten them."""
+    """Put zero in the middle, and limit the axis: otherwise a very large tolerance would flatten the differences."""
     largest = max((abs(row.diff) for row in rows if math.isfinite(row.diff)), default=0.0)
     finite = sorted(tolerance for tolerance in tolerances if math.isfinite(tolerance))
     near = [tolerance for tolerance in finite if tolerance < 10 * largest or not largest]
@@ -103,7 +103,7 @@ def _scale_differences(axis: Any, rows: list[ComparisonRow], tolerances: set[flo
 
 
 def _in_lines(name: str, length: int = 22) -> str:
-    """Break a long name at its separators, to fit beside a panel."""
+    """Break a long name at its separators, so that it fits next to a panel."""
     lines = [""]
     for part in re.split(r"(?<=[._/])", name):
         if lines[-1] and len(lines[-1]) + len(part) > length:

@@ -29,12 +29,12 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         print({row.metric: row.diff for row in comparison.table.last})
         print(comparison.table.to_text(max_rows=None))
 
-    Reads as a list of `ComparisonRow`; `str(table)` is a short text table of the last comparison
+    Behaves like a list of `ComparisonRow`; `str(table)` is a short text table of the last comparison
     (`to_text` has all of its rows).
 
     Args:
         rows: The first rows.
-        tolerance: The band in the plot: one number, one per metric, or `None`.
+        tolerance: Half the width of the tolerance band in the plot: one number, one number per metric, or `None`.
     """
 
     _header = ComparisonRow._fields
@@ -54,12 +54,12 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         return self._tolerance.get(metric) if isinstance(self._tolerance, Mapping) else self._tolerance
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, max_rows: int | None = MAX_ROWS) -> Figure:
-        """Plot each metric over epochs: its values in AMP and in fp32, and beside them the difference.
+        """Plot each metric over epochs: its values in AMP and in fp32, and next to them the difference.
 
-        Several loaders are lines of one panel; a tolerance is a band. Needs matplotlib.
+        Several loaders are drawn as lines in one panel; a tolerance is a band. Needs matplotlib.
 
         Args:
-            path: Where to save the figure, also a URL, in the format of the suffix. Default: do not save it.
+            path: Path or URL of a file for the figure, in the format of its suffix. Default: do not save it.
             max_rows: The most metrics to show: the worst, as in `to_text`. `None`: all.
         """
         from lightning_amp.reports._comparison_plot import plot_comparison
@@ -94,7 +94,7 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         largest = dict.fromkeys((row.metric for row in shown), 0.0)
         for row in self:
             if row.metric in largest:
-                largest[row.metric] = max(largest[row.metric], abs(row.diff))  # a NaN does not win
+                largest[row.metric] = max(largest[row.metric], abs(row.diff))  # NaN is not the maximum
         lines = [("metric", "AMP", "fp32", "AMP - fp32", "relative", "largest so far")]
         lines += [
             (
@@ -112,11 +112,12 @@ class ComparisonTable(SampledTable[ComparisonRow]):
     def standing_out(
         self, num_rows: Callable[[str], int | None], error_of: Callable[[str], float]
     ) -> ComparisonRow | None:
-        """Return the metric of the last comparison that stands out most: not finite, or far from fp32.
+        """Return the most suspicious metric of the last comparison: one that is not finite, or is far from fp32.
 
         Args:
             num_rows: Returns the number of samples behind a metric; `None` if the metric cannot be a share of them.
-            error_of: Returns the standard error of a metric from batch to batch. Called only if it is no share.
+            error_of: Returns the standard error of a metric from batch to batch. Called only if the metric is not a
+                share.
         """
         largest: dict[str, float] = {}
         for row in self:
@@ -163,7 +164,9 @@ def _without_loader(metric: str) -> str:
 
 @final
 class ModuleTable(SampledTable[ModuleRow]):
-    """All rows of a run. The rows of a comparison have the order in which the modules ran. Prints the worst rows first.
+    """All rows of a run. The rows of a comparison have the order in which the modules ran.
+
+    The worst rows are printed first.
 
     .. code-block:: python
 

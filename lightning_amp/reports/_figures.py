@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make a figure, sized in inches. It leaves pyplot alone, whose global state is the user's."""
+    """Make a figure, sized in inches. It does not use pyplot, whose global state belongs to the user."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -25,7 +25,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def say_empty(axes: Any, text: str) -> None:
-    """Write `text` into axes that have nothing to draw."""
+    """Write `text` into axes that have no data to draw."""
     axes.set(xticks=[], yticks=[])
     axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
 

@@ -28,9 +28,10 @@ _SHARES: Stops = ((0.0, _SAFE), (0.01, _PALE), (0.1, "#fdae6b"), (0.3, "#de2d26"
 
 @final
 class _Style(NamedTuple):
-    """How a quantity is drawn: a value has the same colour in every picture, pale where it is safe, dark red at worst.
+    """How a quantity is drawn.
 
-    `stops` are values with their colours, from low to high. The colours between two stops are mixed.
+    A value has the same colour in every picture: pale if it is safe, dark red if it is worst. `stops` are values with
+    their colours, from low to high. The colours between two stops are mixed.
     """
 
     title: str
@@ -56,7 +57,7 @@ _STYLES: dict[Quantity, _Style] = {
         ((0.0, _DARK_RED), (LOW_DB, "#de2d26"), (15.0, "#fdae6b"), (20.0, _PALE), (30.0, _SAFE)),
         True,
     ),
-    "cosine": _Style(  # of the same colours as the SQNR that goes with it
+    "cosine": _Style(  # each cosine has the colour of the SQNR that corresponds to it
         "Mixed-precision gradient against fp32: cosine",
         "cosine",
         ((0.0, _DARK_RED), (0.95, "#de2d26"), (0.984, "#fdae6b"), (0.995, _PALE), (0.9995, _SAFE)),
@@ -71,7 +72,7 @@ QUANTITIES: tuple[Quantity, ...] = tuple(_STYLES)
 
 @final
 class _Mark(IntEnum):
-    """Why a cell has no number. The legend explains the marks that occur."""
+    """The reason why a cell has no number. The legend explains the marks that occur."""
 
     ABSENT = 0
     ZERO = 1
@@ -97,7 +98,7 @@ def draw_heat_map(
     path: str | os.PathLike[str] | None,
     max_rows: int | None,
 ) -> Figure:
-    """Return the figure of `GradientMonitor.plot`. The samples have no row of the total."""
+    """Return the figure of `GradientMonitor.plot`. The samples do not include the row for all gradients together."""
     style = _STYLES[quantity]
     steps = [sample[0].step for sample in samples if sample]
     grid = _grid(samples, quantity)
@@ -140,7 +141,7 @@ def _cell(row: GradientRow, quantity: Quantity) -> _Cell:
 
 
 def _worst(grid: dict[str, list[_Cell]], low_is_bad: bool, max_rows: int | None) -> list[str]:
-    """Return the names of the worst rows, in the order of the module."""
+    """Return the names of the worst rows, in the order of the modules."""
 
     def badness(name: str) -> float:
         cells = grid[name]
@@ -165,7 +166,7 @@ def _fill(figure: Figure, axes: Any, grid: list[list[_Cell]], quantity: Quantity
     if finite:
         _fill_values(figure, axes, values, finite, quantity)
     if marks:
-        axes.patch.set(**_HATCH)  # visible where nothing is drawn
+        axes.patch.set(**_HATCH)  # the background, visible where no cell is drawn
         drawn = [[cell if isinstance(cell, _Mark) and cell else math.nan for cell in row] for row in grid]
         colors = ListedColormap([patch["facecolor"] for _, patch in _MARKS.values()])
         axes.imshow(drawn, aspect="auto", interpolation="nearest", cmap=colors, vmin=-0.5, vmax=len(_MARKS) - 0.5)
@@ -189,7 +190,7 @@ def _fill_values(figure: Figure, axes: Any, values: list[list[float]], finite: l
 
 
 def _colors(stops: Stops, low: float, high: float) -> Any:
-    """Return the colour map from `low` to `high`. Values beyond the outermost stops have the colours of these."""
+    """Return the colour map from `low` to `high`. Values beyond the outermost stops have the colours of those stops."""
     from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 
     number, first, extent = 1024, stops[0][0], stops[-1][0] - stops[0][0]
@@ -200,7 +201,7 @@ def _colors(stops: Stops, low: float, high: float) -> Any:
 
 def _limits(quantity: Quantity, lowest: float, highest: float) -> tuple[float, float]:
     """Return the ends of the colour bar: round numbers, not closer together than differences that matter."""
-    if quantity == "headroom_bits":  # 16 bits are as good as 30
+    if quantity == "headroom_bits":  # 16 bits of headroom are as good as 30
         end = min(max(4.0, abs(lowest), abs(highest)), 16.0)
         return -end, end
     if quantity == "sqnr_db":

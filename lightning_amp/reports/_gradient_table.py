@@ -52,8 +52,8 @@ class GradientTable(SampledTable[GradientRow]):
         """Write the latest sample as a text table: the least headroom first, or the lowest SQNR without fp16's limits.
 
         Args:
-            max_rows: The most rows to show: in turn the least headroom, the lowest SQNR, and the largest share that
-                becomes zero. `None` shows all.
+            max_rows: The most rows to show: in turn the row with the least headroom, the lowest SQNR, and the largest
+                share that becomes zero. `None` shows all.
             fp16: Whether to show the limits of fp16. `None`: if the step ran in fp16.
         """
         require_count("max_rows", max_rows, none="or `None` for all rows")
@@ -93,7 +93,7 @@ def _fidelity(row: GradientRow) -> float:
 
 
 def _worst(rows: list[GradientRow], max_rows: int | None, fp16: bool) -> list[GradientRow]:
-    """Take in turn the worst row by each measure: a row that loses everything to zero has the most headroom."""
+    """Take the worst row by each measure in turn: the measures disagree, as a row of zeros has the most headroom."""
     by_fidelity = sorted(rows, key=_fidelity)
     orders = [by_fidelity]
     if fp16:
@@ -128,7 +128,7 @@ def _cells(row: GradientRow) -> tuple[str, ...]:
 
 
 def _distance(row: GradientRow) -> tuple[str, str]:
-    """Write SQNR and cosine. If they are not finite, tell whether the gradient in fp32 is NaN or infinite itself."""
+    """Write SQNR and cosine. If they are not finite, write whether the fp32 gradient itself is NaN or infinite."""
     if math.isfinite(row.sqnr_db):
         sqnr = f"{row.sqnr_db:.1f} dB"
     elif row.sqnr_db > 0:

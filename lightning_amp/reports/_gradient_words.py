@@ -10,7 +10,7 @@ from lightning_amp.findings import LOW_DB, TOTAL, GradientFault, GradientRow, In
 
 
 def describe_fault(found: GradientFault, tried: Sequence[TriedRemedy], *, faded: float = 1.0) -> str:
-    """Describe a fault, the module that shows it first, and the remedies that work.
+    """Describe a fault, the first module with the fault, and the remedies that work.
 
     `faded` is the largest gradient of this sample, in units of the largest so far.
     """
@@ -82,7 +82,7 @@ def _decibels(sqnr_db: float) -> str:
 
 
 def describe_healthy(rows: Sequence[GradientRow], largest: float, scale: float | None) -> str:
-    """Sum up a sample without a fault. Its last row stands for all gradients.
+    """Sum up a sample without a fault. The last row of the sample is about all gradients together.
 
     `largest` is the largest finite gradient so far, and `scale` the loss scale to recommend.
     """

@@ -58,14 +58,14 @@ class OverflowReport:
         rank: The rank of the process that had the batch.
         world_size: The number of processes.
         epoch: The epoch of the step.
-        batch_idx: The batch whose replay failed; the last one of the window if none did.
+        batch_idx: The batch whose replay failed; the last batch of the window if no replay failed.
         window: First and last batch since the last attempted step; they differ only with accumulation.
         num_replayed: How many batches of the window were run again, from its end.
         cause: As in :class:`~lightning_amp.tracing.Diagnosis`; `"not reproduced"` if every replay was finite.
         diagnosis: Module, tensor and magnitudes.
         parameters: Names of all parameters whose gradients were not finite.
         largest_gradient: The largest true gradient of the batch, computed in fp32. Only with cause `"backward"`.
-        note: Why the replay may not be exact, or why there was none; empty if all is well.
+        note: The reason why the replay may not be exact, or why there was no replay; empty if all is well.
         precision: The precision of the run: `"16-mixed"`, `"bf16-mixed"`, `"32-true"`.
         remedies: The remedies tried in replays of the step; empty if the cause was known.
         is_repeated: Whether an earlier report names the same cause, so that nothing was tried.
@@ -104,7 +104,7 @@ class OverflowReport:
 
     @property
     def is_calibration(self) -> bool:
-        """Return whether the step is no fault: a dynamic scale was too high, and falls to one that works."""
+        """Return whether the step is not a fault: a dynamic scale was too high, and falls to a scale that works."""
         return self.cause == "backward" and self.scale_is == "dynamic" and self.working_scale is not None
 
     def as_dict(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class OverflowReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
-        """Build the report again from the result of :meth:`as_dict`."""
+        """Build a report from the result of :meth:`as_dict`."""
         found = dict(values["diagnosis"])
         shape = found["shape"]
         found["shape"] = None if shape is None else tuple(shape)
@@ -191,7 +191,7 @@ def _rounded_before(report: OverflowReport) -> list[str]:
 
 
 def _cure(report: OverflowReport) -> str:
-    """Advise: first the remedies that worked, then untried ones, and never a remedy that failed."""
+    """Write the advice: first the remedies that worked, then untried remedies, and never a remedy that failed."""
     found, operation, remedies = report.diagnosis, report.diagnosis.operation, report.remedies
     if report.cause == "batch":
         return "clean the data, or leave this batch out; no precision can help"
@@ -268,7 +268,7 @@ def _on_scale(report: OverflowReport) -> str:
 
 
 def _in_general(report: OverflowReport) -> str:
-    """Advise if the operation is not known, or no tried remedy worked."""
+    """Write the advice if the operation is not known, or if no tried remedy worked."""
     found = report.diagnosis
     if report.cause == "loss":
         return (

@@ -14,7 +14,10 @@ from lightning_amp.tracing import EXPONENTIALS, NORMS, SUMMING, Diagnosis, Opera
 
 
 def cause_words(found: Diagnosis, is_scaled: bool) -> str:
-    """Name the value that was not finite, and its peculiarity; return an empty text if everything was finite."""
+    """Name the value that was not finite, with special properties such as its shape or its inputs.
+
+    Return an empty text if everything was finite.
+    """
     operation = found.operation
     if found.cause == "batch":
         entries = ", ".join(f"{count} in `batch{path}`" for path, count in found.entries)
@@ -57,7 +60,7 @@ def _tensor(of: Diagnosis | Operation) -> str:
 
 
 def _details(found: Diagnosis) -> str:
-    """Write the peculiarity of the operation, its result in fp32, and the size of its input."""
+    """Write the special values among the operation's arguments, its result in fp32, and the size of its input."""
     operation, in_fp32 = found.operation, _in_fp32(found)
     if operation is None:
         parts: list[str] = []
@@ -145,7 +148,7 @@ _OF_SIGMOID = {"x": "log(sigmoid(x))", "-x": "log(1 - sigmoid(x))"}
 
 
 def in_words(remedy: Remedy, operation: Operation | None) -> str:
-    """Write the advice of a remedy; return an empty text for one that only adds its number to other advice."""
+    """Write the advice of a remedy; return an empty text for a remedy that only adds its number to other advice."""
     if remedy.kind == "bf16":
         return "'bf16', which has the range of fp32 (tried: works)"
     if remedy.kind == "fp32_modules":
@@ -182,7 +185,7 @@ def failed(remedies: Sequence[Remedy], kind: RemedyKind) -> bool:
 
 
 def by_hand(operation: Operation | None, remedies: Sequence[Remedy]) -> str:
-    """Advise another way to write an operation whose result is finite in fp32."""
+    """Write the advice for an operation whose result is finite in fp32: another way to write it."""
     if operation is None:
         return ""
     if plain(operation.name) in EXPONENTIALS:
@@ -193,7 +196,7 @@ def by_hand(operation: Operation | None, remedies: Sequence[Remedy]) -> str:
 
 
 def fitting_epsilon(operation: Operation | None, remedies: Sequence[Remedy]) -> str:
-    """Name the epsilon that the format holds; return an empty text if none helps."""
+    """Name an epsilon that the format can represent; return an empty text if no epsilon helps."""
     epsilon = worked(remedies, "epsilon")
     if epsilon is None or operation is None or operation.kind != "zero":
         return ""
@@ -201,7 +204,7 @@ def fitting_epsilon(operation: Operation | None, remedies: Sequence[Remedy]) -> 
 
 
 def for_any_precision(operation: Operation | None, remedies: Sequence[Remedy]) -> str:
-    """Advise on an operation whose result is not finite in fp32 either."""
+    """Write the advice for an operation whose result is not finite in fp32 either."""
     if operation is None:
         return EPSILONS
     if worked(remedies, "logsigmoid") is not None:

@@ -20,16 +20,22 @@ if TYPE_CHECKING:
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 _MANY = 100
-"""From this number on, marks are drawn small: large ones would hide the line that they stand on."""
+"""From this number of marks on, they are drawn small, because large marks would hide the line."""
 
 _NO_STEP = "no optimizer step was taken"
 
 Records = Sequence[StepRecord]
-"""The steps of a run as :class:`ScaleHistory` stores them: the steps between two records have the later one's scale."""
+"""The steps of a run as :class:`ScaleHistory` stores them.
+
+The steps between two records have the scale of the later record.
+"""
 
 
 class _Replay(Protocol):
-    """The two runs of a :class:`PolicyReplay`, whose file imports this one."""
+    """The two runs of a :class:`PolicyReplay`.
+
+    They are a protocol here, because the file of that class imports this file.
+    """
 
     @property
     def optimistic(self) -> Records: ...
@@ -38,7 +44,7 @@ class _Replay(Protocol):
 
 
 def _by_precision(records: Records) -> list[list[StepRecord]]:
-    """Split a run where its precision changed: the scale ends there, so no line may lead across."""
+    """Split a run where its precision changed: the scale ends there, so no line may cross that step."""
     changes = {record.index for record in fallbacks(records)}
     parts: list[list[StepRecord]] = []
     for record in records:
@@ -86,9 +92,9 @@ def plot_histories(
     *,
     replays: Mapping[str, _Replay] | None = None,
 ) -> Figure:
-    """Draw several runs into one picture, each in its own colour, which its skips have too.
+    """Draw several runs into one picture. Each run and its skips have their own colour.
 
-    The legend has the names of the runs. Of a replay the optimistic run is dashed, the pessimistic one dotted.
+    The legend has the names of the runs. The optimistic run of a replay is dashed, and its pessimistic run is dotted.
     """
     figure = new_figure(8, 3.6 + 0.12 * len(histories))
     axes: Any = figure.add_subplot()
@@ -135,7 +141,7 @@ def _curve(axes: Any, records: Records, **style: Any) -> None:
 
 
 def _mark(axes: Any, records: Records, marker: str, color: str, label: str | None = None) -> bool:
-    """Mark some steps; return whether there were any."""
+    """Mark some steps; return whether there were any skips."""
     size = 6 if len(records) <= _MANY else 2
     x, y = [record.index for record in records], [record.scale for record in records]
     if records:
@@ -180,7 +186,8 @@ def scale_chart(records: Records, width: int = 80, height: int = 10) -> str:
     """
     if not records:
         return "no optimizer step was recorded"
-    floor = min((math.log2(r.scale) for r in records if r.scale > 0), default=0.0) - 1  # where a scale of 0 is drawn
+    # the exponent at which a scale of 0 is drawn
+    floor = min((math.log2(r.scale) for r in records if r.scale > 0), default=0.0) - 1
     exponents = [math.log2(record.scale) if record.scale > 0 else floor for record in records]
     rows = _Rows(exponents, max(height, 2))
     labels = rows.labels
@@ -229,7 +236,10 @@ class _Columns:
 
 @final
 class _Rows:
-    """Lines for exponents, the highest first: one for each power of two, or for every second, ... if `most` is less."""
+    """Lines for exponents, the highest first: one for each power of two.
+
+    If that would be more than `most` lines, there is one for every second power, or every third, and so on.
+    """
 
     def __init__(self, exponents: Sequence[float], most: int) -> None:
         low, high = min(exponents), max(exponents)

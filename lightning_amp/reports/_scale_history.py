@@ -181,7 +181,7 @@ class ScaleHistory(Table[StepRecord]):
         """Read a file that :meth:`to_csv` wrote, from a path or a URL.
 
         Raises:
-            ValueError: If it is no such file. The message names file and line.
+            ValueError: If it is not such a file. The message names file and line.
         """
         history = cls()
         with open_to_read(path, "text") as file:
@@ -209,7 +209,8 @@ class ScaleHistory(Table[StepRecord]):
                         _PRECISIONS[_PRECISIONS.index(precision)],  # type: ignore[arg-type]
                     )
                     if record.index <= (-1 if history.last is None else history.last.index) or not (
-                        0 <= record.scale < math.inf and 0 <= record.next_scale < math.inf  # torch's falls to 0
+                        # the scale of torch's own scaler can fall to 0
+                        0 <= record.scale < math.inf and 0 <= record.next_scale < math.inf
                     ):
                         raise ValueError("steps come in their order, with scales that are finite and not negative")
                 except ValueError as error:
@@ -261,15 +262,16 @@ class ScaleHistory(Table[StepRecord]):
             replay = ScaleHistory.from_csv("logs/scale_history.csv").replay(growth_interval=4)
             print(replay.num_skipped, replay.decided_fraction)
 
-        Each step of the replay uses the rule of :class:`~lightning_amp.DynamicLossScaler` itself. The policy that
-        recorded the run gives the recorded scales again, unless something else set the scale. A resumed run with other
-        settings does so; so does a float16 loss, which lowers `max_scale` (pass `max_scale=2**15`).
+        Each step of the replay uses the rule of :class:`~lightning_amp.DynamicLossScaler` itself. A replay of the
+        recorded policy itself gives the recorded scales, unless the scale was also changed in another way. A resumed
+        run with other settings changes it; a float16 loss also does, because it lowers `max_scale` (pass
+        `max_scale=2**15`).
 
         If the run fell back to another precision (`AmpPrecision(fallback=...)`), only the part before it is replayed.
 
         Args:
-            policy: Arguments of :class:`~lightning_amp.DynamicLossScaler`, such as `growth_interval=500`. The others
-                have their defaults there, except for `init_scale`, which is the first recorded scale.
+            policy: Arguments of :class:`~lightning_amp.DynamicLossScaler`, such as `growth_interval=500`. Other
+                arguments have the defaults of that class, except `init_scale`, which is the first recorded scale.
 
         Raises:
             ValueError: If an argument is no part of a policy or out of its range. If no step, or none with a loss
@@ -311,7 +313,7 @@ class ScaleHistory(Table[StepRecord]):
         A vertical line marks where a stuck run went on in another precision.
 
         Args:
-            path: Where to save the picture too, also a URL.
+            path: Path or URL to also save the picture to.
 
         Raises:
             ModuleNotFoundError: If matplotlib is not installed (`pip install matplotlib`).
@@ -339,7 +341,7 @@ def _dtype(column: str) -> torch.dtype:
 @final
 @dataclass(frozen=True, eq=False)
 class PolicyReplay:
-    """The result of :meth:`ScaleHistory.replay`: two runs, between which the truth may lie.
+    """The result of :meth:`ScaleHistory.replay`: an optimistic and a pessimistic run. The truth may lie between them.
 
     .. code-block:: python
 
@@ -354,24 +356,25 @@ class PolicyReplay:
     all steps, the two runs are equal.
 
     Attributes:
-        recorded: The replayed history. If the run fell back to another precision, only the part before.
+        recorded: The replayed history. If the run fell back to another precision, only the part before the fallback is
+            replayed.
         policy: All settings of the policy, by name.
         optimistic: The run in which no undecided step overflows.
         pessimistic: The run in which every undecided step overflows.
         decided_fraction: Share of the steps that the record decides, from 0 to 1, in the optimistic and in the
             pessimistic run.
-        stopped_at: Index of the step at which `max_consecutive_skips` ends the optimistic and the pessimistic run;
-            `None` if it does not end there.
+        stopped_at: Indices of the steps at which `max_consecutive_skips` ends the optimistic and the pessimistic run;
+            `None` for a run that it does not end.
 
     """
 
     LIMITS: ClassVar[str] = (
-        "A step that overflowed would have done so at every larger scale, and one that did not would not at any smaller"
-        " one. The record does not decide the scales between: the ends of a range assume that no such step overflows,"
-        " and that all of them do. Nor can a replay know what would have followed: after another skip the"
-        " weights are others, and so are all later gradients. Above the scales of the record nothing was tried."
+        "A step that overflowed would have overflowed at every larger scale too, and a step that did not overflow would"
+        " not have at any smaller scale. The record does not decide the scales between: the ends of a range assume that"
+        " no such step overflows, and that all of them do. A replay also cannot predict later steps: after a different"
+        " skip, the weights and all later gradients differ. The record has no information about scales above its own."
     )
-    """The limits of a replay, as the command prints them."""
+    """The limitations of a replay, as the command prints them."""
 
     recorded: ScaleHistory
     policy: Mapping[str, float]
@@ -382,7 +385,7 @@ class PolicyReplay:
 
     @property
     def num_skipped(self) -> tuple[int, int]:
-        """Return how many steps the optimistic and the pessimistic run skip.
+        """Return the numbers of steps that the optimistic and the pessimistic run skip.
 
         The pessimistic run skips at least as many steps as the optimistic one, unless it ends earlier.
         """
@@ -391,7 +394,7 @@ class PolicyReplay:
     @property
     def equals_record(self) -> bool:
         """Return whether the policy gives the recorded run, step by step, as the recording policy does."""
-        return list(self.optimistic) == list(self.recorded)  # the record then decides each step: both runs are equal
+        return list(self.optimistic) == list(self.recorded)  # the record then decides each step, so both runs are equal
 
     def summary(self) -> str:
         """Write one line: `12 to 40 of 4,000 steps skipped, 15 in the record, which decides 96 % of the steps`."""

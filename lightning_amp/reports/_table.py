@@ -1,4 +1,4 @@
-"""Base classes of the tables, which read as a list, print as aligned text and save as CSV."""
+"""Base classes of the tables. A table behaves like a list, prints as aligned text and can be saved as CSV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_amp._files import write_atomically
 
 MAX_ROWS = 15
-"""How many rows a text or a picture shows unless asked for more."""
+"""The default for the largest number of rows in a text or a picture."""
 
 Row = TypeVar("Row")
 
@@ -56,7 +56,7 @@ class Table(Sequence[Row]):
 
 
 class SampledTable(Table[Row]):
-    """A table that gets several rows in each sample. It prints the rows of the last sample."""
+    """A table that gets several rows in each sample. Printing the table shows the rows of the last sample."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._samples: list[list[Row]] = []
@@ -101,7 +101,10 @@ class SampledTable(Table[Row]):
 
 
 def aligned(lines: Sequence[Sequence[str]], shown: int, known: int, table: str) -> str:
-    """Align the first column left and the others right. If rows are left out, add how to print all of `table`."""
+    """Align the first column left and all other columns right.
+
+    If rows are left out, add the call that prints all rows of `table`.
+    """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip() for first, *cells in lines]
     if shown < known:

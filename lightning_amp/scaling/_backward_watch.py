@@ -1,4 +1,4 @@
-"""Tell gradients of a scaled backward from gradients of the user's own, unscaled backward."""
+"""Distinguish gradients of a scaled backward from gradients of the user's own, unscaled backward."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from lightning_amp.scaling._gradients import parameters
 class BackwardWatch:
     """Hooks on parameters that note the scale of each backward.
 
-    One parameter of each known optimizer is watched, and every parameter that no known optimizer has.
+    They watch one parameter of each known optimizer, and every parameter that belongs to no known optimizer.
 
     Args:
         optimizers: The known optimizers.
-        others: Parameters to watch unless a known optimizer has them.
+        others: Parameters to watch unless they belong to a known optimizer.
 
-    If the user assigns a gradient (`p.grad = ...`), it has the scale of the latest derivative by its parameter.
-    `torch.autograd.grad` computes such a derivative without the loss scale.
+    A gradient that the user assigns (`p.grad = ...`) counts as having the scale of the latest derivative by that
+    parameter. `torch.autograd.grad` computes such a derivative without the loss scale.
 
     Cost: two Python calls per watched parameter and backward.
 
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], others: Iterable[Any]) -> None:
-        self._plugins_scale: Tensor | None = None  # while the plugin's backward runs
-        self._by_hand: tuple[int, Tensor] | None = None  # the latest backward that the user scaled: number, scale
-        self._spokesmen: dict[int, Any] = {}  # by id of a known optimizer: its watched parameter
-        self._scales: dict[int, Tensor | None] = {}  # by id of the parameter: the scale of its latest backward
-        self._left: dict[int, weakref.ref[Tensor] | None] = {}  # by id: the gradient that this backward left
+        self._plugins_scale: Tensor | None = None  # the scale while the plugin's backward runs
+        self._by_hand: tuple[int, Tensor] | None = None  # number and scale of the latest backward that the user scaled
+        self._spokesmen: dict[int, Any] = {}  # the watched parameter of each known optimizer, by the optimizer's id
+        # the scale of each parameter's latest backward, by the parameter's id
+        self._scales: dict[int, Tensor | None] = {}
+        # the gradient that this backward left, by the parameter's id
+        self._left: dict[int, weakref.ref[Tensor] | None] = {}
         self._plain: set[int] = set()  # ids of parameters whose latest derivative was not scaled
         self._handles: dict[int, tuple[Any, Any]] = {}
         known: set[int] = set()
@@ -59,7 +61,8 @@ class BackwardWatch:
         key = id(parameter)
 
         def note_derivative(_: Tensor) -> None:
-            if self._plugins_scale is None and self.scale is None:  # the plugin's first: it is the usual one
+            # the plugin's backward is checked first, because it is the usual one
+            if self._plugins_scale is None and self.scale is None:
                 self._plain.add(key)
             else:
                 self._plain.discard(key)
@@ -81,11 +84,11 @@ class BackwardWatch:
         return self._plugins_scale
 
     def begin(self, scale: Tensor) -> None:
-        """Note that the plugin begins the backward of a loss that it has multiplied by `scale` []."""
+        """Record that the plugin begins the backward of a loss that it has multiplied by `scale` []."""
         self._plugins_scale = scale
 
     def end(self) -> None:
-        """Note that the plugin's backward is over."""
+        """Record the end of the plugin's backward."""
         self._plugins_scale = None
 
     @property
@@ -94,7 +97,7 @@ class BackwardWatch:
         return self._plugins_scale is not None
 
     def begin_by_hand(self, scale: Tensor) -> None:
-        """Note, inside the user's own backward, that its loss was multiplied by `scale` []."""
+        """Record, inside the user's own backward, that its loss was multiplied by `scale` []."""
         self._by_hand = _torch.backward_number(), scale
 
     def came_plain(self, optimizer: Optimizer) -> bool:
@@ -103,9 +106,9 @@ class BackwardWatch:
         return first is not None and first.grad is not None and self._scales.get(id(first), self) is None
 
     def scale_of(self, optimizer: Optimizer, known: Mapping[int, Tensor]) -> Tensor | None:
-        """Return the scale [] of an unknown optimizer's gradients; `None` if they are true gradients.
+        """Return the scale [] of an unknown optimizer's gradients; `None` if these gradients are true gradients.
 
-        `known` has the scale of each gradient that a known optimizer has too, by the id of its parameter.
+        `known` has the scale of each gradient that also belongs to a known optimizer, by the id of the parameter.
         """
         mine = [p for p in parameters(optimizer) if p.grad is not None]
         if mine and self.scale is not None:
@@ -113,7 +116,7 @@ class BackwardWatch:
         assigned = {id(parameter) for parameter in mine if self._is_assigned_plain(parameter)}
         for parameter in mine:
             key = id(parameter)
-            # of a known optimizer only the first parameter is watched, and stands for the others
+            # only the first parameter of a known optimizer is watched, and represents the optimizer's other parameters
             is_scaled = key not in assigned and (key in self._left or not assigned)
             scale = known.get(key, self._scales.get(key)) if is_scaled else None
             if scale is not None:
@@ -126,7 +129,7 @@ class BackwardWatch:
         return id(parameter) in self._plain and (left is None or left() is not parameter.grad)
 
     def detach(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for handle in chain.from_iterable(self._handles.values()):
             handle.remove()
         self._handles.clear()

@@ -1,4 +1,4 @@
-"""Keep the gradients of all optimizers at one loss scale: carry them before a backward, unscale them for a step."""
+"""Keep the gradients of all optimizers at one loss scale: rescale them before a backward, unscale them for a step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lightning_amp.scaling._scaler import DynamicLossScaler
 class CommonScale:
     """The gradients of all optimizers of a fit.
 
-    The one invariant: after a backward, all gradients of all optimizers carry the *current* scale. If gradients were
-    unscaled and are still there when another backward comes, they are carried back first. So backward, unscale, clip
-    and step may come in any order, for any number of optimizers, and an exception may come between them.
+    The one invariant: after a backward, all gradients of all optimizers carry the *current* scale. If unscaled
+    gradients are still there when another backward begins, they are multiplied by the scale again first. So backward,
+    unscale, clip and step may come in any order, for any number of optimizers, and an exception may come between them.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class CommonScale:
         self._all_reduce_max, self._reduces_on = all_reduce_max, device
 
     def use(self, scaler: torch.amp.GradScaler | None, watch: BackwardWatch | None) -> None:
-        """Begin with an enabled scaler, or none; `watch` tells which gradients came with a scaled backward."""
+        """Begin with an enabled scaler, or none; `watch` records which gradients came from a scaled backward."""
         self.scaler, self.watch = scaler, watch
         self.note_scale()
 
     def note_scale(self) -> None:
-        """Read the scale again, after somebody else has set it. Waits for the device."""
+        """Read the scale again, after other code has set it. This waits for the device."""
         self._first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
 
     @property
     def num_optimizers(self) -> int:
-        """Return the number of optimizers met so far."""
+        """Return the number of optimizers seen so far."""
         return len(self._states)
 
     def state(self, optimizer: Optimizer, if_unknown: Form = UNCHECKED) -> GradientState:
@@ -84,7 +84,7 @@ class CommonScale:
     # -- backward: carry -----------------------------------------------------------------------------------------------
 
     def add_loss(self, loss: Tensor) -> None:
-        """Note the loss of the next backward."""
+        """Record the loss of the next backward."""
         for state in self._states.values():
             state.add_loss(loss, may_have_none=self._all_reduce_max is not None)
 
@@ -94,18 +94,18 @@ class CommonScale:
         if len(states) == 1:
             states[0].carry(to, ())
             return
-        done: set[int] = set()  # parameters that two optimizers share are carried once
+        done: set[int] = set()  # parameters that two optimizers share are rescaled once
         for state in sorted(states, key=lambda s: isinstance(s.form, Scaled)):
             state.carry(to, done)
             done.update(id(p) for p in parameters(state.optimizer))
 
     def begin_backward(self) -> None:
-        """Note that the backward of a loss begins that the plugin has scaled."""
+        """Record the beginning of the backward of a loss that the plugin has scaled."""
         if self.watch is not None and self.scaler is not None:
             self.watch.begin(_torch.scale_tensor(self.scaler))
 
     def end_backward(self) -> None:
-        """Note the end of that backward."""
+        """Record the end of that backward."""
         if self.watch is not None:
             self.watch.end()
 
@@ -118,14 +118,14 @@ class CommonScale:
                 " `self.manual_backward(loss)`, or return `loss` from `training_step`, without `scaler.scale`."
             )
         self.add_loss(loss)
-        if self.watch.scale is None:  # else the same backward has begun with another loss
+        if self.watch.scale is None:  # otherwise the same backward has begun with another loss
             self.carry(Scaled(scale))
             self.watch.begin_by_hand(scale)
 
     # -- step: unscale, fold, agree ------------------------------------------------------------------------------------
 
     def unscale(self, state: GradientState) -> None:
-        """Make scaled gradients true ones and check them."""
+        """Unscale scaled gradients and check them."""
         state.unfold()
         if isinstance(state.form, Scaled):
             self._require_scaled(state)
@@ -133,7 +133,7 @@ class CommonScale:
             state.unscale_(scale, shared, may_overflow=self._may_be_below_one())
 
     def examine(self, state: GradientState) -> None:
-        """Make gradients true ones, and check whether they are finite now."""
+        """Unscale gradients, and check whether they are finite now."""
         state.unfold()
         if isinstance(state.form, Scaled):
             self.unscale(state)
@@ -150,7 +150,7 @@ class CommonScale:
         return state.fold(max_norm, may_overflow=may_overflow)
 
     def agree(self, state: GradientState) -> None:
-        """Agree with all ranks on what is known of the gradients."""
+        """Combine the flags of all ranks: gradients are not finite if they are not finite on any rank."""
         if self._all_reduce_max is not None:
             state.agree(self._all_reduce_max, self._reduces_on)
 
@@ -181,9 +181,9 @@ class CommonScale:
         """Return whether the scale may be so small that unscaling takes a finite value out of range."""
         if not isinstance(self.scaler, DynamicLossScaler):
             return True
-        if _torch.is_capturing():  # the scale at a replay of the graph is not known yet
+        if _torch.is_capturing():  # the scale at a later replay of the graph is not known yet
             return self.scaler.min_scale < 1
-        # The host knows the scale exactly if it reads the flag of each step; else as of the latest read-back.
+        # The host has the exact scale if it reads the flag of each step, otherwise the scale of the latest read-back.
         scale = self._first_scale  # a record from before a resume may be of another precision
         if self._log.last is not None:
             scale = min(scale, self._log.last.next_scale)
@@ -192,7 +192,7 @@ class CommonScale:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Make all remaining gradients true ones, since the scaler or the run ends."""
+        """Unscale all remaining gradients, because the scaler changes or the run ends."""
         for state in self._states.values():
             if self.watch is None or not self.watch.came_plain(state.optimizer):
                 self.unscale(state)

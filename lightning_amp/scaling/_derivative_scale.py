@@ -19,7 +19,7 @@ FIRST_SCALE = 2.0**10
 """Derivatives of up to 64 fit into float16 at this scale, and derivatives of 6e-8 keep all their digits."""
 
 _TOO_SMALL = 2.0**-4  # the scale may grow if the largest scaled derivative is below
-_PATIENCE = 2000.0  # calls after an overflow in which it does not grow; a loss scale waits as long
+_PATIENCE = 2000.0  # calls after an overflow in which it does not grow; as many calls as a loss scale waits steps
 
 
 @final
@@ -31,14 +31,14 @@ class DerivativeScale:
 
     So this scale is independent. It starts at 2**10. After an overflow (of finite outputs) it falls to a quarter. It
     doubles while the largest scaled derivative is below 2**-4, up to the loss scale and to 2**15. After an overflow it
-    does not grow for 2000 calls. All of this happens on the device.
+    does not grow for 2000 calls. All of this is computed on the device.
 
-    The backward of the loss still carries the loss scale. Where it enters the derivative, autograd divides it by this
-    scale, and in the derivative's own backward multiplies it by this scale again.
+    The backward of the loss still carries the loss scale. Where that backward enters the derivative, autograd divides
+    by this scale. In the derivative's own backward it multiplies by this scale again.
     """
 
     def __init__(self) -> None:
-        self._current: Tensor | None = None  # both of shape [], never changed in place
+        self._current: Tensor | None = None  # scale and patience, of shape [], never changed in place
         self._patience: Tensor | None = None  # calls until it may grow again
 
     def grad(
@@ -46,8 +46,8 @@ class DerivativeScale:
     ) -> tuple[Tensor | None, ...]:
         """Do what `torch.autograd.grad` does, and return half-precision gradients in float32. Does not wait.
 
-        `scaler` belongs to the loss that the derivatives become a part of; `None` scales nothing. With `learn`, this
-        call may change the scale of the next one.
+        `scaler` is the scaler of the loss that contains the derivatives; `None` scales nothing. With `learn`, this call
+        may change the scale for the next call.
         """
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         if scaler is None:
@@ -80,13 +80,13 @@ class DerivativeScale:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state(self) -> list[float] | None:
-        """Return scale and patience; `None` before the first call. Waits for the device."""
+        """Return scale and patience; `None` before the first call. This waits for the device."""
         if self._current is None or self._patience is None:
             return None
         return [float(self._current), float(self._patience)]
 
     def load(self, saved: Saved, key: str) -> None:
-        """Continue from :meth:`state`. Raise `ValueError` if the entry is something else."""
+        """Continue from :meth:`state`. Raise `ValueError` if the entry is not such a state."""
         values = saved.any(key)
         two = isinstance(values, list) and len(values) == 2 and all(type(v) in (int, float) for v in values)
         if not (two and 0 < values[0] <= HALF_LOSS_CEILING and 0 <= values[1] <= _PATIENCE):

@@ -31,7 +31,8 @@ class Unscaled(NamedTuple):
     Attributes:
         found_inf: 1.0, [], if they are not finite now; `None` if they were not checked since the backward.
         used_scale: The scale that they were divided by, [].
-        overflow_before_edits: Whether they overflowed before the user could change them; `None` if nobody could.
+        overflow_before_edits: Whether they overflowed before the user could change them; `None` if user code had no
+            access to them.
 
     """
 
@@ -41,7 +42,7 @@ class Unscaled(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """Gradients that a fused optimizer unscales inside its kernel, if it does not skip the step.
+    """Scaled gradients that a fused optimizer unscales inside its kernel, unless it skips the step.
 
     Attributes:
         found_inf: 1.0, [], if it skips the step.
@@ -74,7 +75,7 @@ class GradientState:
         loss_probe: A value [] that is finite exactly if all losses since the last step were; `None` before the first.
         has_gradients: Whether any rank has gradients, as of the last check.
         bad_loss: Whether `loss_probe` is not finite, if the host has read it together with `found_inf`; else `None`.
-            The probe stays on its device, since copying it back there would be another wait.
+            The probe stays on its device, because copying it back to the device would wait for it again.
         decides_on_device: Whether the optimizer is fused and reads `found_inf` on the device.
         always_calls_closure: Whether the optimizer is torch's own, which calls a closure that it is given.
         takes_closure: Whether `optimizer.step` accepts a closure.
@@ -95,11 +96,11 @@ class GradientState:
         self._kept = _StaysFound()
         self._closure_calls: int | None = None  # in its last step
         self._had_gradients = False  # on this rank, in any step
-        self._spare_flag: Tensor | None = None  # a flag that is still 0.0, to be used again
+        self._spare_flag: Tensor | None = None  # a flag that is still 0.0, for reuse
 
     @property
     def found_inf(self) -> Tensor | None:
-        """Return 1.0, [], if the gradients are not finite; `None` if they were not checked."""
+        """Return 1.0, [], if the gradients are not finite, else 0.0; `None` if they were not checked."""
         return None if isinstance(self.form, Scaled) else self.form.found_inf
 
     @property
@@ -117,15 +118,15 @@ class GradientState:
     # -- around the backward -------------------------------------------------------------------------------------------
 
     def add_loss(self, loss: Tensor, *, may_have_none: bool) -> None:
-        """Note the loss, of any shape, of the next backward, and forget the last check.
+        """Record the loss, of any shape, of the next backward, and forget the last check.
 
-        With `may_have_none`, this rank may hold no shard of the parameters, and so never have gradients.
+        `may_have_none` is true if this rank may hold no shard of the parameters, and therefore never have gradients.
         """
         probe = self.loss_probe
         if probe is not None and (self._had_gradients or not may_have_none) and not has_gradients(self.optimizer):
-            probe = None  # gradients were dropped, and earlier losses with them
+            probe = None  # gradients were dropped, so earlier losses do not matter any more
         self.loss_probe, self.bad_loss = merge_losses(probe, loss), None
-        if not self._kept.is_empty:  # dropped or zeroed gradients do not enter the next step
+        if not self._kept.is_empty:  # dropped or zeroed gradients do not affect the next step
             self._kept.begin_backward(Gradients(self.optimizer).largest())
         if isinstance(self.form, Unscaled):
             self.form = UNCHECKED
@@ -133,7 +134,7 @@ class GradientState:
     def carry(self, to: Scaled, leave_out: Collection[int]) -> None:
         """Multiply the gradients that are still there, so that the next backward can add to them.
 
-        `leave_out` has the ids of parameters whose gradients were carried already, with another optimizer.
+        `leave_out` has the ids of parameters whose gradients were already rescaled with another optimizer.
         """
         form = self.form
         if isinstance(form, Scaled) and form.scale is to.scale:
@@ -151,7 +152,7 @@ class GradientState:
     # -- unscale and check ---------------------------------------------------------------------------------------------
 
     def unfold(self) -> None:
-        """Make the gradients that a folded step left behind true ones."""
+        """Unscale the gradients that a fused step has left scaled."""
         if isinstance(self.form, Folded):
             factor = self.form.to_true()
             if isinstance(factor, Tensor):
@@ -175,9 +176,10 @@ class GradientState:
         self.form = Unscaled(self._kept.beside(found_inf), scale)
 
     def check(self) -> None:
-        """Check true gradients as they are now.
+        """Check the present values of true gradients.
 
-        The user may have changed them since an earlier check, which still tells whether the scale was too large.
+        The user may have changed them since an earlier check. The result of that check is kept, because it shows
+        whether the scale was too large.
         """
         form = self.form
         assert isinstance(form, Unscaled)
@@ -207,9 +209,9 @@ class GradientState:
         self._kept.keep(flag, list(parameters(self.optimizer)))
 
     def fold(self, max_norm: float | None, *, may_overflow: bool) -> bool:
-        """Leave unscaling, and clipping to a total 2-norm, to the fused optimizer. Reads the gradients once.
+        """Leave unscaling, and clipping to a total 2-norm, to the fused optimizer. This reads the gradients once.
 
-        Return whether that is possible. If not, nothing was changed.
+        Return whether that is possible. If it is not possible, nothing was changed.
         """
         scale = self.form.scale if isinstance(self.form, Scaled) else None
         gradients = Gradients(self.optimizer)
@@ -233,12 +235,12 @@ class GradientState:
         return True
 
     def agree(self, all_reduce_max: Callable[[Tensor], Any], device: torch.device | None) -> None:
-        """Agree with all ranks: the gradients are not finite if any rank has found so.
+        """Combine the flags of all ranks: the gradients are not finite if they are not finite on any rank.
 
         A shard's overflow or a non-finite loss may be on one rank only, but all ranks must skip and move the scale
-        together. Every rank calls this collective once per closure call, whatever it found. So no rank waits forever as
-        long as all ranks step the same optimizers. `all_reduce_max` reduces a tensor [4] in place, on `device` (`None`:
-        the device of the gradients).
+        together. Every rank calls this collective operation once per closure call, whatever it found. So no rank waits
+        forever as long as all ranks step the same optimizers. `all_reduce_max` reduces a tensor [4] in place, on
+        `device` (`None`: the device of the gradients).
         """
         form = self.form
         assert not isinstance(form, Scaled)
@@ -251,7 +253,7 @@ class GradientState:
         all_reduce_max(everywhere)
         found_inf, loss, anybody_has, before = everywhere.unbind()
         self.loss_probe = torch.where(loss > 0, torch.nan, 0.0)
-        if not self.has_gradients:  # if another rank has, this rank moves its scale too
+        if not self.has_gradients:  # if another rank has gradients, this rank moves its scale too
             self.has_gradients = bool(anybody_has)
         if isinstance(form, Folded):
             self.form = Folded(found_inf, form.scale)
@@ -262,7 +264,7 @@ class GradientState:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def wait(self, *, asks_for_loss: bool) -> bool:
-        """Wait for the device, once, for whether to skip the step and, if asked, whether the loss was finite."""
+        """Wait for the device once, and read whether to skip the step and, on request, whether the loss was finite."""
         found_inf, probe = self.found_inf, self.loss_probe
         assert found_inf is not None
         if not asks_for_loss or probe is None or _scalars.in_host_memory(probe):
@@ -272,16 +274,16 @@ class GradientState:
         return both >= 2
 
     def keep_spare(self, flag: Tensor) -> None:
-        """Keep a flag [] that is still 0.0, to be used again."""
+        """Keep a flag [] that is still 0.0 for reuse."""
         self._spare_flag = flag
 
     @property
     def needs_snapshot(self) -> bool:
-        """Return whether the optimizer may move parameters before its last closure call."""
+        """Return whether the optimizer may change parameters before its last closure call."""
         return self._may_move_first and (self._closure_calls is None or self._closure_calls > 1)
 
     def note_closure_calls(self, count: int) -> None:
-        """Note how often a step has called its closure, even if the step failed."""
+        """Record how often a step has called its closure, even if the step failed."""
         self._closure_calls = count
 
     def release(self) -> None:
@@ -304,7 +306,7 @@ class GradientState:
         self._had_gradients |= self.has_gradients
 
     def _new_flag(self, device: torch.device) -> Tensor:
-        """Return a flag [] of 0.0, which a check may write into."""
+        """Return a flag [] of 0.0 to which a check may write."""
         flag, self._spare_flag = self._spare_flag, None
         if flag is not None and flag.device == device:
             return flag
@@ -313,10 +315,10 @@ class GradientState:
 
 @final
 class _StaysFound:
-    """A flag that lasts until the gradients in which it was found are dropped, set to zero, or used in a step.
+    """An overflow flag that lasts until the gradients with the overflow are dropped, set to zero, or used in a step.
 
     It skips the step even if the user repairs the gradients first. The plugin reports the beginning of its own
-    backwards. Without loss scaling the user may call `loss.backward()` instead. A hook on one parameter notices that,
+    backwards. Without loss scaling the user may call `loss.backward()` instead. A hook on one parameter detects that,
     because it runs before autograd adds to the gradient.
     """
 

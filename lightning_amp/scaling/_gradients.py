@@ -50,7 +50,8 @@ class Gradients:
                     continue
                 if type(grad) is not Tensor or grad.layout is not torch.strided:
                     grad = self._view(param, grad)
-                if grad.dtype is dtype and grad.device == device:  # usually all are alike
+                # usually all gradients have the same device and dtype
+                if grad.dtype is dtype and grad.device == device:
                     group.append(grad)
                     continue
                 if grad.is_complex():
@@ -112,14 +113,14 @@ class Gradients:
         """Return `found_inf` [], set to 1.0 if any value is not finite. Gradients stay as they are."""
         for (device, _), grads in self.groups.items():
             if device.type != "cpu" or found_inf.device.type != "cpu":
-                filled = [g for g in grads if g.numel()]  # an empty one has no infinity norm
+                filled = [g for g in grads if g.numel()]  # an empty tensor has no infinity norm
                 if filled:
                     norms = torch.stack(_torch.foreach_norm(filled, torch.inf))
                     torch.maximum(found_inf, nonfinite_flag(norms.max()).to(found_inf.device), out=found_inf)
             else:  # the CPU has no fast infinity norm, so multiply by 1
                 try:
                     _torch.amp_unscale_(grads, found_inf, constant(1.0, device))
-                except RuntimeError:  # an expanded gradient cannot be written into
+                except RuntimeError:  # an expanded gradient cannot be written to
                     found_inf.logical_or_(all_finite(grads).logical_not())
         return found_inf
 
@@ -136,11 +137,12 @@ class Gradients:
     def true_norm(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the 2-norm over all gradients of one device, divided by `scale` [], and the non-finite flag.
 
-        Both are float32 []. The flag is `None` if host memory holds a non-finite norm: then check each gradient.
+        Both are float32 []. The flag is `None` if the norm is in host memory and not finite. The caller then has to
+        check each gradient.
 
-        On a device, one pass over the gradients gives both: the norm is summed in float64, which holds the squares of
-        all float32. It is then cut to the norm of `clip_grad_norm_`, which sums in float32 and is inf from 1.8e19 on.
-        Clipping turns finite gradients into 0 in that case, and the step is applied.
+        On a device, one pass over the gradients gives both. The norm is summed in float64, which can hold the squares
+        of all float32 numbers. The norm then becomes inf from 1.8e19 on, as in `clip_grad_norm_`, which sums in
+        float32. In that case, clipping turns finite gradients into 0, and the step is applied.
         """
         device, sample = next((device, grads[0]) for (device, _), grads in self.groups.items())
         if _scalars.in_host_memory(sample):
@@ -150,7 +152,7 @@ class Gradients:
         norm = self._norm(wide, scale)
         if wide == torch.float32:  # a device without float64, such as MPS, reads the gradients once more
             found_inf = self.check(torch.zeros((), device=device))
-        else:  # in float32, since dividing by a scale below 1 may leave its range
+        else:  # in float32, because dividing by a scale below 1 may exceed its range
             found_inf = nonfinite_flag(norm if scale is None else norm.float())
         return torch.where(norm > _LARGEST_NORM, torch.inf, norm).float(), found_inf
 
@@ -167,7 +169,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether any parameter has a gradient. Stops at the first."""
+    """Return whether any parameter has a gradient. This stops at the first gradient."""
     return any(param.grad is not None for param in parameters(optimizer))
 
 

@@ -26,9 +26,9 @@ class ReplayedRun(NamedTuple):
     """A run under another policy.
 
     Attributes:
-        records: Every step that was skipped or moved the scale, the first, the last, and some others. The steps between
-            two records were applied at the later one's scale.
-        num_decided: How many steps the record decides; the others were assumed.
+        records: Records of every step that was skipped or moved the scale, of the first and the last step, and of some
+            other steps. The steps between two records were applied at the later one's scale.
+        num_decided: How many steps the record decides; the other steps were assumed to overflow, or not to.
         stopped_at: Index of the step that would have ended the run, after `max_consecutive_skips`; `None` if none.
 
     """
@@ -39,14 +39,17 @@ class ReplayedRun(NamedTuple):
 
 
 def scaler_of_policy(policy: Mapping[str, Any], first_scale: float) -> DynamicLossScaler:
-    """Return a scaler with these settings, which starts at `first_scale`, clamped. Refuse unknown names and values."""
+    """Return a scaler with these settings, which starts at `first_scale`, clamped to the limits.
+
+    Raise an error for unknown names and wrong values.
+    """
     unknown = [name for name in policy if name not in POLICY_SETTINGS]
     if unknown:
         legal = ", ".join(POLICY_SETTINGS)
         raise ValueError(f"A policy has the settings {legal} (see `DynamicLossScaler`); got {unknown[0]!r}.")
     default = DynamicLossScaler()
     least, most = policy.get("min_scale", default.min_scale), policy.get("max_scale", default.max_scale)
-    if is_number(least) and is_number(most):  # the scaler refuses other values, and says why
+    if is_number(least) and is_number(most):  # the scaler refuses wrong values with an error
         first_scale = min(max(first_scale, least), most)
     return DynamicLossScaler(**{"init_scale": first_scale, **policy})
 
@@ -55,21 +58,22 @@ def replay_policy(records: Sequence[StepRecord], scaler: DynamicLossScaler, *, a
     """Run the scaler's own rule over the overflows of a run.
 
     If the gradients of a step overflowed at one scale, they would have overflowed at every larger scale. If they did
-    not, they would not have at any smaller scale. A step with a non-finite loss is skipped at every scale. That decides
-    most steps. The others must be assumed. Replay once with `assume_overflow` and once without: the truth may lie
-    between the two runs.
+    not overflow, they would not have overflowed at any smaller scale either. A step with a non-finite loss is skipped
+    at every scale. These rules decide most steps. The other steps need an assumption. Replay once with
+    `assume_overflow` and once without: the truth may lie between the two runs.
 
     Args:
         records: As :class:`~lightning_amp.reports.ScaleHistory` stores them: the steps between two records were applied
             at the later one's scale.
-        scaler: Has the policy, and is at its first scale. The replay uses it up.
+        scaler: A scaler with the policy, at its first scale. The replay changes the scaler, so it cannot be used again.
         assume_overflow: Whether a step that the record does not decide overflows.
 
     Raises:
         ValueError: If several optimizers did not step once each in every batch. The scale moves once per batch, and
-            such records do not say where a batch ends.
+            such records do not show where a batch ends.
 
-    Cost: some 50 microseconds for each batch that overflows or in which the scale grows. Batches between them are free.
+    Cost: some 50 microseconds for each batch that overflows or in which the scale grows. All other batches cost
+    nothing.
 
     """
     replayed = _Replay(scaler, assume_overflow)
@@ -108,7 +112,10 @@ class _Batch:
 
 
 def _batches(records: Sequence[StepRecord]) -> Iterator[_Batch]:
-    """Group records into batches, and add the batches in between, which have no records since nothing happened."""
+    """Group records into batches, and add the batches in between.
+
+    They have no records because nothing happened in them.
+    """
     if not records:
         return
     size = 1 + max(record.optimizer_idx for record in records)
@@ -183,7 +190,7 @@ class _Replay:
             batch = batch.shifted(quiet or 1)
 
     def _num_quiet(self, batch: _Batch) -> int:
-        """Return how many of these batches only add to the count of clean steps, before the scale grows."""
+        """Return how many of these batches only increase the count of clean steps, before the scale grows."""
         if batch.count == 1 or (self._assume_overflow and not self._is_known(batch.steps[0], overflowed=False)):
             return 0
         until_growth = self._scaler.get_growth_interval() - self._clean_steps - 1
@@ -201,7 +208,10 @@ class _Replay:
         self._streak = 0
 
     def _is_known(self, step: StepRecord, overflowed: bool) -> bool:
-        """Return whether the recorded step decides what happens at the current scale. One at scale 0 does not."""
+        """Return whether the recorded step shows if it would overflow at the current scale.
+
+        A step at scale 0 does not show it.
+        """
         if step.skipped and step.reason == "loss":
             return True
         return step.scale > 0 and (self._in_force >= step.scale if overflowed else self._in_force <= step.scale)

@@ -1,4 +1,4 @@
-"""From the outcome of a step, which only the device knows, to the `StepRecord` that the host reads.
+"""Turn the outcome of a step, which is computed on the device, into the `StepRecord` that the host reads.
 
 :class:`Skip` is the flag of a step, :class:`StepResult` its outcome, and :class:`RecordLog` reads outcomes in blocks.
 """
@@ -24,9 +24,10 @@ from lightning_amp.scaling._scalars import constant, read_scalars
 
 @final
 class Skip:
-    """Whether something was skipped: `Skip.NO`, `Skip.YES`, or a flag that the device still computes.
+    """Whether an optimizer step was skipped: `Skip.NO`, `Skip.YES`, or a flag that the device still computes.
 
-    Only :meth:`wait` waits for the device. To avoid the wait, read :attr:`known`, or pass :meth:`flag` on.
+    Immutable. Only :meth:`wait` waits for the device. To avoid the wait, read :attr:`known`, or use :meth:`flag` on the
+    device.
 
     """
 
@@ -37,11 +38,11 @@ class Skip:
     def __init__(self, value: Tensor | bool) -> None:
         self.value = value
         self.known: bool | None = None if isinstance(value, Tensor) else value
-        """Whether it was skipped; `None` if only the device knows."""
+        """Whether it was skipped; `None` if only the device has the result."""
 
     @classmethod
     def on_device(cls, flag: Tensor) -> Skip:
-        """Return a skip if `flag` [] is above 0. The answer is known at once if `flag` is in host memory."""
+        """Return a skip if `flag` [] is above 0. The result is known at once if `flag` is in host memory."""
         if not _scalars.in_host_memory(flag):
             return cls(flag)
         return cls.YES if _scalars.host_value(flag) else cls.NO
@@ -56,11 +57,11 @@ class Skip:
         return cls.NO if math.isfinite(_scalars.host_value(probe)) else cls.YES
 
     def wait(self) -> bool:
-        """Return whether it was skipped. Waits for the device if only the device knows."""
+        """Return whether it was skipped. This waits for the device if only the device has the result."""
         return bool(self.value.item()) if isinstance(self.value, Tensor) else self.value
 
     def flag(self, device: torch.device) -> Tensor:
-        """Return 1.0 if it was skipped, else 0.0: float32 [] on `device`. Do not write into it. Never waits."""
+        """Return 1.0 if it was skipped, else 0.0: float32 [] on `device`. Do not write to this tensor. Never waits."""
         if isinstance(self.value, Tensor):
             return self.value.to(device, torch.float32)
         return constant(float(self.value), device)
@@ -79,7 +80,7 @@ Skip.NO, Skip.YES = Skip(False), Skip(True)
 @final
 @dataclass(slots=True, eq=False)
 class StepResult:
-    """The outcome of one step before the host has read it. Each becomes a :class:`StepRecord`.
+    """The outcome of one step before the host has read it. Each outcome becomes a :class:`StepRecord`.
 
     Attributes:
         skip: Whether the step was skipped.
@@ -87,9 +88,9 @@ class StepResult:
         optimizer_idx: Place of the optimizer in `configure_optimizers`.
         scale: Loss scale used, []; `None` without scaling.
         overflow: Whether the scale was too large. If the user repaired the gradients, such a step is still applied.
-        had_gradients: Whether any rank had gradients. A step without them says nothing about the scale.
+        had_gradients: Whether any rank had gradients. A step without gradients gives no information about the scale.
         known_bad_loss: Whether the loss was not finite, if the host has read that together with `skip`.
-        reported_bad_loss: Whether to report a loss that was not finite; `Skip.NO` if nobody asks.
+        reported_bad_loss: Whether to report a loss that was not finite; `Skip.NO` if no listener asks for such reports.
         next_scale: The loss scale of the next step, []; set once, when it is known.
 
     """
@@ -110,16 +111,16 @@ class StepResult:
         return self.known_bad_loss or Skip.if_nonfinite(self.loss_probe)
 
     def report_loss(self) -> None:
-        """Have :class:`RecordLog` read whether the loss was finite, together with the skip."""
+        """Request that :class:`RecordLog` reads whether the loss was finite, together with the skip."""
         self.reported_bad_loss = self.bad_loss
 
     def note(self, skip: bool, bad_loss: bool) -> None:
-        """Note both flags as the host has read them."""
+        """Record both flags after the host has read them."""
         self.skip = Skip.YES if skip else Skip.NO
         self.reported_bad_loss = Skip.YES if bad_loss else Skip.NO
 
     def complete(self, next_scale: Tensor | None) -> None:
-        """Note the loss scale of the next step, []."""
+        """Record the loss scale of the next step, []."""
         self.next_scale = next_scale
 
     def gradient_overflow(self, device: torch.device) -> Tensor:
@@ -131,7 +132,10 @@ class StepResult:
 
 
 def merge_losses(probe: Tensor | None, loss: Tensor) -> Tensor:
-    """Return a probe [] that is finite exactly if `probe` [] and all of `loss` are. The first scalar loss is free."""
+    """Return a probe [] that is finite exactly if `probe` [] and all of `loss` are.
+
+    The first scalar loss costs nothing.
+    """
     loss = loss.detach()
     if loss.dim() != 0:
         loss = (loss.float() * 0).sum()
@@ -141,7 +145,7 @@ def merge_losses(probe: Tensor | None, loss: Tensor) -> Tensor:
 
 
 def is_from_loss(probe: Tensor, found_inf: Tensor) -> Tensor:
-    """Return whether an overflow, `found_inf` [], comes from a non-finite loss: bool [], beside `found_inf`."""
+    """Return whether an overflow, `found_inf` [], is due to a non-finite loss: bool [], on the same device."""
     return nonfinite(probe).to(found_inf.device).logical_and(found_inf)
 
 
@@ -154,9 +158,9 @@ class Subscription:
         everybody: All open subscriptions of the log.
         at_once: Deliver all pending records at the end of a batch in which a step was skipped.
         on_bad_loss: Gets the record of each step that was applied although its loss was not finite.
-        before_update: Is told the index of a step and its optimizer, right before the update reads hyperparameters.
+        before_update: Called with the index of a step and its optimizer, right before the update reads hyperparameters.
         cause: Explains, for the error of a stuck run, the skips since a given step index. It returns an empty text if
-            it does not know; `None` if the listener does not look for causes.
+            it has no explanation; `None` if the listener does not search for causes.
 
     """
 
@@ -177,7 +181,7 @@ class Subscription:
 
     @property
     def is_open(self) -> bool:
-        """Return whether records still come."""
+        """Return whether the listener still receives records."""
         return self in self._everybody
 
     def end_losses(self) -> None:
@@ -185,7 +189,7 @@ class Subscription:
         self.on_bad_loss = None
 
     def close(self) -> None:
-        """End the subscription. A second call does nothing."""
+        """End the subscription. Close the subscription. A second call does nothing."""
         if self.is_open:
             self._everybody.remove(self)
 
@@ -194,9 +198,9 @@ class Subscription:
 class RecordLog:
     """Keeps references to scalars on the device and turns them into `StepRecord`s one block at a time.
 
-    Appending launches nothing and waits for nothing, since scale tensors are never changed in place. Reading a block
-    waits once. It transfers the flags, the scales (only the last ones if nobody listens) and, if steps were skipped,
-    their losses.
+    Appending a result launches no kernel and does not wait, because scale tensors are never changed in place. Reading a
+    block waits for the device once. It transfers the flags, the scales (only the last scales if there is no listener)
+    and, if steps were skipped, their losses.
 
     Args:
         max_consecutive_skips: Raise `FloatingPointError` when the records of this many skips in a row are read. `None`
@@ -210,7 +214,7 @@ class RecordLog:
         num_skipped: Skipped steps that were read back.
         last: The last record that was read back.
         streak: The reason of each of the latest skips in a row, up to `last`.
-        num_known_skips: Skips that the host decided and that were not read back yet.
+        num_known_skips: Number of skips that the host decided and that were not read back yet.
         subscriptions: The open ones.
 
     """
@@ -233,10 +237,10 @@ class RecordLog:
         self._offers_fallback = offers_fallback
         self._precision: StepPrecision = ""
         self._on_stuck: Callable[[str], None] | None = None
-        self._pending: list[StepResult] = []  # complete, but not read yet
-        self._open: list[StepResult] = []  # the next scale is not known yet
-        self._in_batch = False  # there are records since the last batch was closed
-        self._known_streak = 0  # length of the streak, as far as the host knows it without reading
+        self._pending: list[StepResult] = []  # complete records that were not read yet
+        self._open: list[StepResult] = []  # records whose next scale is not known yet
+        self._in_batch = False  # whether there are records since the last batch ended
+        self._known_streak = 0  # number of skips in a row, as far as the host has it without reading
         self._num_blocks = 0
         self._is_stuck = False
 
@@ -252,13 +256,13 @@ class RecordLog:
     def go_on_in(
         self, precision: StepPrecision, max_consecutive_skips: int, on_stuck: Callable[[str], None] | None = None
     ) -> None:
-        """Note the precision of the steps to come. The caller has read back all earlier records.
+        """Record the precision of the steps to come. The caller has read back all earlier records.
 
         Args:
-            precision: Of the steps to come.
+            precision: The precision of the steps to come.
             max_consecutive_skips: The limit for these steps. If the run was stuck, their count starts at 0.
             on_stuck: Gets the text, in place of an error, if the gradients of these steps make the run stuck. All ranks
-                call it at the end of the same batch, and again after later ones until this method is called.
+                call it at the end of the same batch, and again after each later batch until :meth:`go_on_in` is called.
 
         """
         self._precision, self._max_consecutive_skips, self._on_stuck = precision, max_consecutive_skips, on_stuck
@@ -287,7 +291,7 @@ class RecordLog:
         return Subscription(listener, self.subscriptions, at_once=at_once, **also)
 
     def announce(self, optimizer: Optimizer) -> None:
-        """Tell the listeners with `before_update` that this optimizer updates next, unless the device skips it."""
+        """Call `before_update` of the listeners: this optimizer updates next, unless the device skips it."""
         for subscription in self.subscriptions:
             if subscription.before_update is not None:
                 subscription.before_update(self.num_attempted, optimizer)
@@ -295,7 +299,7 @@ class RecordLog:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def append(self, step: StepResult) -> None:
-        """Add an attempted step; :meth:`complete` adds its next scale."""
+        """Add the result of an attempted step; :meth:`complete` adds the next scale to it."""
         self._open.append(step)
         if step.skip.known:
             self._known_streak += 1
@@ -318,12 +322,14 @@ class RecordLog:
         if not self._in_batch:
             return
         at_once = any(s.at_once for s in self.subscriptions)
-        if _torch.is_capturing() and not at_once:  # a later batch reads; with `at_once` CUDA raises its own error
+        # a later batch reads the records; with `at_once`, CUDA raises its own error
+        if _torch.is_capturing() and not at_once:
             return
         self._in_batch = False
         limit = self._max_consecutive_skips
         stuck = limit is not None and self._known_streak >= limit
-        # All ranks must read in the same batch. So count steps, not unread ones: some ranks may have read in between.
+        # All ranks must read in the same batch. So count all steps and not only unread steps, because some ranks may
+        # have read in between.
         num_blocks, before = self.num_attempted // self._block, self._num_blocks
         self._num_blocks = num_blocks
         if stuck or num_blocks > before or (at_once and self._has_news()):
@@ -339,14 +345,17 @@ class RecordLog:
         return self.num_steps + self.num_skipped + len(self._pending) + len(self._open)
 
     def _has_news(self) -> bool:
-        """Return whether a pending step was skipped, or had a loss that is not finite. Waits only for unread flags."""
+        """Return whether a pending step was skipped, or had a loss that is not finite.
+
+        This waits only for flags that were not read yet.
+        """
         unread = [s for s in self._pending if None in (s.skip.known, s.reported_bad_loss.known)]
         for step, (skip, bad_loss) in zip(unread, _read_flags(unread), strict=True):
             step.note(skip > 0, bad_loss > 0)
         return any(step.skip.known or step.reported_bad_loss.known for step in self._pending)
 
     def flush(self) -> None:
-        """Read everything back. Waits for the device.
+        """Read everything back. This waits for the device.
 
         Raise `FloatingPointError` if `max_consecutive_skips` steps in a row were skipped and there is no `on_stuck`.
         """
@@ -357,7 +366,7 @@ class RecordLog:
         flags = _read_flags(pending)
         subscriptions = [*self.subscriptions]
         if not subscriptions and not any(skip for skip, _ in flags):
-            self.num_steps += len(pending) - 1  # only the last one needs a record
+            self.num_steps += len(pending) - 1  # only the last step needs a record
             pending, flags = pending[-1:], flags[-1:]
         records = self._read(pending, [skip for skip, _ in flags])
         limit = self._max_consecutive_skips
@@ -380,9 +389,10 @@ class RecordLog:
             self._raise_stuck(self.last)
 
     def so_far(self, next_scale: Tensor | None) -> tuple[int, int, StepRecord | None]:
-        """Return applied steps, skipped steps and the last record, with the current batch. Waits, as :meth:`flush`.
+        """Return applied steps, skipped steps and the last record, with the current batch.
 
-        `next_scale` [] is in force now; the current batch has not moved it yet.
+        This waits for the device, like :meth:`flush`. `next_scale` [] is the present scale; the current batch has not
+        changed it yet.
         """
         self.flush()
         if not self._open:

@@ -19,7 +19,7 @@ Row = TypeVar("Row")
 class Saved:
     """A dictionary from a checkpoint, called `name` in errors. Each method checks the value that it returns.
 
-    Every `ValueError` says which entry is missing or wrong, its rule, and what to do.
+    Every `ValueError` names the missing or wrong entry, its rule, and the next step.
     """
 
     def __init__(self, values: Any, name: str) -> None:
@@ -96,7 +96,7 @@ class Saved:
 
 
 def wrong(name: str, rule: str, value: Any) -> ValueError:
-    """Return the error for something saved that breaks its rule."""
+    """Return the error for a saved value that breaks its rule."""
     text = repr(value)
     return ValueError(
         f"The saved state's entry `{name}` must be {rule}, got {text if len(text) < 100 else f'{text[:97]}...'}."
@@ -111,7 +111,7 @@ _ADVICE = (
 
 
 def check_scaler_state(values: Any, name: str) -> None:
-    """Raise `ValueError` unless a scaler can continue from this `GradScaler.state_dict()`, stock or ours."""
+    """Raise `ValueError` unless a scaler can continue from this `state_dict()`, of a stock `GradScaler` or of ours."""
     state = Saved(values, name)
     state.number("scale", above=0.0)
     state.number("growth_factor", above=0.0)

@@ -1,4 +1,4 @@
-"""Read scalars from the device, and make them there."""
+"""Read scalars from the device, and create scalars on the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def host_value(scalar: Tensor) -> float:
 
 @functools.cache
 def constant(value: float, device: torch.device) -> Tensor:
-    """Return a float32 scalar [] that all callers share. Do not write into it."""
+    """Return a float32 scalar [] that all callers share. Do not write to it."""
     return torch.full((), value, device=device, dtype=torch.float32)
 
 

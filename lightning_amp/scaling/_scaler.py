@@ -1,4 +1,4 @@
-"""The rule by which the loss scale moves, and when the optimizer steps of a batch apply it."""
+"""The rule that changes the loss scale, and the time at which the optimizer steps of a batch apply it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ HALF_LOSS_CEILING = 2.0**15
 _POLICY = ("growth_factor", "backoff_factor", "growth_interval")
 _LIMITS = ("hysteresis", "min_scale", "max_scale", "max_consecutive_skips")
 POLICY_SETTINGS = ("init_scale", *_POLICY, *_LIMITS)
-"""The arguments of :class:`DynamicLossScaler` that decide about the scale: all but `device` and `enabled`."""
+"""The arguments of :class:`DynamicLossScaler` that affect the scale: all except `device` and `enabled`."""
 
 
 def _remembers_its_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """Note in `_explicit` which arguments the caller gave. They win over a checkpoint on a resume; defaults do not."""
+    """Record in `_explicit` which arguments the caller gave.
+
+    On a resume, they override the checkpoint; defaults do not.
+    """
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -61,20 +64,20 @@ class DynamicLossScaler(torch.amp.GradScaler):
       inverse.
     * A non-finite *loss* leaves the scale alone. Scaling acts on gradients, so lowering the scale cannot help.
     * Hysteresis after Megatron-LM: the scale falls only after several overflows.
-    * An end: `max_consecutive_skips` skipped steps in a row raise an error that says why.
+    * An end: `max_consecutive_skips` skipped steps in a row raise an error with the reasons.
 
     It works wherever a `GradScaler` does, in a plain torch loop too. In a Trainer, pass it to
-    :class:`~lightning_amp.AmpPrecision`, which decides about steps, while this class decides about the scale.
+    :class:`~lightning_amp.AmpPrecision`, which decides whether to skip steps, while this class decides the scale.
 
     Args:
-        init_scale: The first scale. The default is torch's.
+        init_scale: The first scale. The default is the default of torch.
         growth_factor: Factor by which the scale grows after `growth_interval` clean steps in a row; above 1.
         backoff_factor: Factor by which the scale falls after an overflow; between 0 and 1.
         growth_interval: Number of clean steps in a row before the scale grows.
         hysteresis: Number of overflows before the scale falls. Only growth resets the count (Megatron-LM,
             `megatron/core/optimizer/grad_scaler.py`). 1 is torch's behaviour, 2 is Megatron's default.
         min_scale: The scale never falls below it. At the default, `2**-14`, a scaled gradient is *smaller* than
-            the true one by the range of normal float16 numbers. A run that gets there has another problem.
+            the true one by the range of normal float16 numbers. A run whose scale falls that far has another problem.
         max_scale: The scale never grows above it. The default is Apex's `2**24`.
         max_consecutive_skips: Raise :class:`FloatingPointError` after this many consecutive skips.
         device: Device type (`"cuda"`, `"cpu"`, ...). `None` takes the device of the first loss. In a Trainer the
@@ -84,8 +87,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
     Raises:
         ValueError: If an argument is out of its range.
 
-    Cost: only `get_scale`, `state_dict` and pickling wait for the device, and one of `max_consecutive_skips` calls of
-    `update`.
+    Cost: only `get_scale`, `state_dict`, pickling, and one in `max_consecutive_skips` calls of `update` wait for the
+    device.
 
     """
 
@@ -210,7 +213,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
             return
         found_infs = _torch.take_found_infs(self)
         if not found_infs:
-            raise AssertionError("No inf checks were recorded prior to update.")  # torch's own words and type
+            raise AssertionError("No inf checks were recorded prior to update.")  # torch's own message and type
         used = self.scale_tensor
         found_inf = found_infs[0].to(used.device)
         for other in found_infs[1:]:
@@ -242,7 +245,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
             new_allowance = torch.where(grew, self.hysteresis, new_allowance)
             if held is not None:
                 new_allowance = torch.where(held.bool(), allowance, new_allowance)
-            self._allowance = allowance.copy_(new_allowance)  # in place, for a graph that has captured this
+            # written in place, because a CUDA graph may have captured this tensor
+            self._allowance = allowance.copy_(new_allowance)
         new_scale.clamp_(self.min_scale, self.max_scale)
         if held is not None:
             stays = held if held.dtype == torch.bool else held > 0
@@ -262,7 +266,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five entries and our own, which a stock `GradScaler` ignores. Waits for the device."""
+        """Return torch's five entries and our own, which a stock `GradScaler` ignores. This waits for the device."""
         state = super().state_dict()
         if state:
             state |= {name: getattr(self, name) for name in _LIMITS}
@@ -273,8 +277,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of a stock `GradScaler`.
 
-        The scale continues from the state. Other arguments that the user passed to the constructor win over the state;
-        :meth:`overridden` returns where they differ.
+        The scale continues from the state. All other arguments that the user passed to the constructor override the
+        state; :meth:`overridden` returns these differences.
 
         Raises:
             RuntimeError: If the state comes from a disabled scaler, as in torch.
@@ -297,7 +301,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         self._log = self._new_log()
 
     def overridden(self, state_dict: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return where the user's arguments differ from `state_dict`: name -> (the user's value, the state's value)."""
+        """Return the arguments that differ from `state_dict`: name -> (the user's value, the state's value)."""
         return {
             name: (value, state_dict[name])
             for name, value in self._settings().items()
@@ -327,15 +331,15 @@ class BatchSteps:
     """The steps of one batch. They move the scale once at the end of the batch, and may lower it earlier.
 
     A batch may take many steps, such as several epochs over a rollout in one `training_step`. If the scale could not
-    fall in between, one overflow would repeat in every step, and the run would end as stuck. So the scale may fall when
-    a round of steps is over: when all optimizers have stepped, or one of them has stepped again. Rounds count steps,
-    not overflows, so the result does not depend on whether the host or only the device knows of an overflow.
+    fall in between, one overflow would repeat in every step, and the run would end with an error. So the scale may fall
+    when a round of steps is over: when all optimizers have stepped, or one of them has stepped again. Rounds count
+    steps, not overflows, so the result does not depend on whether the host has read the overflow flag.
     """
 
     def __init__(self) -> None:
-        self._counted: list[StepResult] = []  # move the scale at the end of the batch
-        self._handled: list[StepResult] = []  # have lowered the scale, unless the device found them clean
-        self._round: list[StepResult] = []  # in the current round
+        self._counted: list[StepResult] = []  # steps that move the scale at the end of the batch
+        self._handled: list[StepResult] = []  # steps that have lowered the scale, unless the device found them clean
+        self._round: list[StepResult] = []  # steps in the current round
         self._stepped: set[int] = set()  # optimizers that stepped in this batch
         self._again: set[int] = set()  # optimizers that stepped more than once
 
@@ -361,13 +365,13 @@ class BatchSteps:
             self._handled += [s for s in overflowed if s.had_gradients and s.overflow.known is None]
 
     def end(self, scaler: torch.amp.GradScaler) -> bool:
-        """Move the scale once, for all steps that have not moved it. Return whether there were any."""
+        """Move the scale once, for all steps that have not moved it yet. Return whether there were such steps."""
         counted, handled = self._counted, self._handled
         self.clear()
         moving = [s for s in counted if s.had_gradients]
         if moving or not handled or _has_an_update_of_its_own(scaler):
             move_scale(scaler, moving)
-        else:  # a clean batch, unless all handled steps overflowed
+        else:  # count a clean batch, unless all handled steps overflowed
             device = _torch.scale_tensor(scaler).device
             _advance(scaler, constant(0.0, device), torch.stack([s.overflow.flag(device) for s in handled]).amin())
         return bool(counted)
@@ -406,8 +410,8 @@ def move_scale(scaler: torch.amp.GradScaler, steps: Sequence[StepResult]) -> Non
 def lower_scale(scaler: torch.amp.GradScaler, steps: Iterable[StepResult]) -> bool:
     """Lower the scale in the middle of a batch, if gradients of one of these steps overflowed.
 
-    Return `False` if the steps must be counted at the end of the batch instead. That is so for a scaler with an
-    `update` of its own where the flag is on a device, since calling that `update` would wait.
+    Return `False` if the steps must be counted at the end of the batch instead. This is the case if the scaler has an
+    `update` of its own and the flag is on a device, because calling that `update` would wait.
     """
     found_inf = _any_overflow(steps, _torch.scale_tensor(scaler).device)
     if not _has_an_update_of_its_own(scaler):
@@ -441,7 +445,7 @@ def _advance(scaler: torch.amp.GradScaler, found_inf: Tensor, held: Tensor) -> N
 
 
 def _update_foreign(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
-    # `update` writes in place, and records hold the old tensor
+    # `update` writes in place, but records still refer to the old tensor
     _torch.set_scale_tensor(scaler, _torch.scale_tensor(scaler).clone())
     _torch.give_found_inf(scaler, found_inf)
     scaler.update()

@@ -1,7 +1,8 @@
 """Run the optimizer steps of a fit: unscale the gradients, check whether they are finite, and step or skip.
 
 A batch calls :meth:`OptimizerSteps.scale_loss`, runs the backward, then calls :meth:`OptimizerSteps.step` and
-:meth:`OptimizerSteps.finish_batch`. This file is torch only; `precision/_events.py` has the order of events.
+:meth:`OptimizerSteps.finish_batch`. This file does not import Lightning; `precision/_events.py` lists the order of
+events.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lightning_amp.scaling._scaler import BatchSteps
 
 
 class StepPlan(NamedTuple):
-    """Requirements that hooks, clipping and the protection from skipped steps have for a step.
+    """The requirements of hooks, of clipping and of the protection from skipped steps for one step.
 
     Attributes:
         fold: Whether unscaling, clipping and the update of a fused optimizer may be one pass, since no hook reads the
@@ -48,10 +49,10 @@ class OptimizerSteps:
 
     Args:
         scaler: `None` without loss scaling.
-        skip_nonfinite: Whether to skip steps with non-finite gradients also without a scaler.
+        skip_nonfinite: Whether to skip steps with non-finite gradients even without a scaler.
         log: Gets a record of every attempted step.
-        optimizers: In the order of `configure_optimizers`. One that the training step makes comes after them.
-        watch: Tells which gradients came with a scaled backward; `None`: all did.
+        optimizers: In the order of `configure_optimizers`. An optimizer that the training step makes comes after them.
+        watch: Records which gradients came from a scaled backward; `None`: all did.
         all_reduce_max: Reduces a tensor in place over all ranks; `None` for one process.
         device: The device that `all_reduce_max` needs; `None`: the device of the gradients.
 
@@ -81,7 +82,8 @@ class OptimizerSteps:
 
     def _use(self, scaler: torch.amp.GradScaler | None, skip_nonfinite: bool, watch: BackwardWatch | None) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._multiply = None if self.scaler is None else self.scaler.scale  # before the plugin overrides it
+        # taken before the plugin overrides the method
+        self._multiply = None if self.scaler is None else self.scaler.scale
         self.skips = self.scaler is not None or skip_nonfinite
         self._batch = BatchSteps()
         self.gradients.use(self.scaler, watch)
@@ -89,18 +91,18 @@ class OptimizerSteps:
     def change_scaler(
         self, scaler: torch.amp.GradScaler | None, skip_nonfinite: bool, watch: BackwardWatch | None
     ) -> None:
-        """Continue with another scaler, or none, between two batches. Remaining gradients become true ones."""
+        """Continue with another scaler, or none, between two batches. Remaining gradients are unscaled."""
         self.gradients.release()
         self._use(scaler, skip_nonfinite, watch)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss, scaled. Gradients that are still there are carried to the current scale."""
+        """Return the loss, scaled. Gradients that are still there are rescaled to the current scale."""
         self.gradients.add_loss(loss)
         if self.scaler is None:
             return loss
-        scaled = self.multiply(loss)  # first: this makes the scale, and a float16 loss may lower it
+        scaled = self.multiply(loss)  # must come first: this call creates the scale, and a float16 loss may lower it
         self.gradients.carry(Scaled(_torch.scale_tensor(self.scaler)))
         return scaled
 
@@ -115,8 +117,8 @@ class OptimizerSteps:
     # -- unscale and check, on request ---------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Make the gradients of an optimizer true ones, and have its next step skipped if they are not finite now."""
-        if self.skips:  # else nothing is scaled or checked
+        """Unscale the gradients of an optimizer, and skip its next step if they are not finite now."""
+        if self.skips:  # otherwise nothing is scaled or checked
             state = self.gradients.state(optimizer)
             self.gradients.examine(state)
             state.keep_found()
@@ -127,7 +129,7 @@ class OptimizerSteps:
         self.gradients.state(optimizer, Scaled(_torch.scale_tensor(self.scaler)))
 
     def check_again(self, optimizer: Optimizer) -> None:
-        """Make gradients true ones and check them, after the user may have changed them or added some."""
+        """Unscale gradients and check them, after the user may have changed or added some."""
         if self.skips:
             self.gradients.examine(self.gradients.state(optimizer))
 
@@ -151,7 +153,7 @@ class OptimizerSteps:
             before_update: Runs hooks and clipping on the true gradients. Calls :meth:`check_again` after a change.
             plan: Requirements of hooks, clipping and the protection from skipped steps.
             closure_runs_backward: Whether `closure` runs the backward, rather than the user before the step.
-            kwargs: Go to `optimizer.step`.
+            kwargs: Passed to `optimizer.step`.
 
         Returns:
             The output of `optimizer.step` (on a skip, of the closure), and the outcome of the step.
@@ -185,7 +187,7 @@ class OptimizerSteps:
 
     @property
     def stepping(self) -> bool:
-        """Return whether an optimizer is inside :meth:`step`, but not inside its closure, where others may step."""
+        """Return whether an optimizer is inside :meth:`step`, but outside its closure, where others may step."""
         return self._running is not None and not self._running.in_closure
 
     def _record(self, state: GradientState, skip: Skip) -> StepResult:
@@ -223,19 +225,21 @@ class OptimizerSteps:
         self.log.close_batch(scale)
 
     def replace_scale(self, replace: Callable[[], None]) -> None:
-        """Let the user set the scale. The steps so far do not move it any more. Waits for the device.
+        """Set the scale on the user's behalf. The steps so far do not move it any more. This waits for the device.
 
         Gradients that are still there keep their own scale.
         """
         assert self.scaler is not None
         self._batch.clear()
-        _torch.set_scale_tensor(self.scaler, _torch.scale_tensor(self.scaler).clone())  # torch's is written in place
+        # torch writes its scale in place, so keep a copy
+        _torch.set_scale_tensor(self.scaler, _torch.scale_tensor(self.scaler).clone())
         replace()
         self.log.close_batch(_torch.scale_tensor(self.scaler))
         self.gradients.note_scale()
 
 
-class _SkipStep(BaseException):  # not an Exception: user code around the closure may catch those
+# derives from BaseException, because user code around the closure may catch every Exception
+class _SkipStep(BaseException):
     def __init__(self, step: _Step) -> None:
         super().__init__()
         self.step = step
@@ -270,7 +274,7 @@ class _Step:
         self._on_device = False
 
     def run(self, kwargs: dict[str, Any]) -> Any:
-        """Call `optimizer.step`. Return its output, or on a skip the output of the closure."""
+        """Call `optimizer.step`. Return the output of that call, or on a skip the output of the closure."""
         optimizer = self._state.optimizer
         try:
             if self._state.takes_closure:
@@ -294,7 +298,7 @@ class _Step:
             self._run_before_update()
         else:
             self._prepare()
-            if self._state.has_gradients:  # on any rank; else there is nothing to skip
+            if self._state.has_gradients:  # on any rank; otherwise there is nothing to skip
                 self._decide()
         self._steps.log.announce(self._state.optimizer)
         self.in_closure = False

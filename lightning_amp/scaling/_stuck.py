@@ -14,7 +14,7 @@ def by_losses(reasons: Sequence[str]) -> bool:
 
 
 def why(reasons: Sequence[str], limit: int | None, scale: float) -> str:
-    """Return a sentence: how many steps were skipped, at which loss scale the last one was, and the reasons."""
+    """Return a sentence with the number of skipped steps, the loss scale of the last one, and the reasons."""
     losses = reasons.count("loss")
     return (
         f"{len(reasons)} optimizer steps in a row were skipped (the limit is {limit}), the last at loss scale"
@@ -24,9 +24,10 @@ def why(reasons: Sequence[str], limit: int | None, scale: float) -> str:
 
 
 def advice(reasons: Sequence[str], last: StepRecord, *, fallback: bool, is_located: bool) -> str:
-    """Return sentences that say what to try if nobody has found the cause.
+    """Return sentences with advice if the cause was not found.
 
-    `last` is the last skipped step. `fallback`: the plugin could continue in another precision if it were told to.
+    `last` is the last skipped step. `fallback`: the plugin could continue in another precision if the user passes
+    `fallback`.
     `is_located`: an `OverflowLocator` is attached.
     """
     look = [] if is_located else ["Attach `OverflowLocator()`: it finds the operation, and tries remedies."]

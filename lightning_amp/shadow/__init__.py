@@ -1,4 +1,4 @@
-"""Run the user's step a second time, unseen: on a copy, with its own random numbers and loggers."""
+"""Run the user's step a second time without side effects: on a copy, with its own random numbers and loggers."""
 
 from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
 from lightning_amp.shadow._evaluation_pass import EVALUATION_FILE, EvaluationPass, Stage

@@ -21,13 +21,13 @@ _WINDOW_BYTES = 2**28
 @final
 @dataclass(frozen=True, slots=True)
 class KeptBatch:
-    """A batch as the step got it, or a copy, and the random generators before the step."""
+    """A batch as passed to the step, or a copy, and the states of the random generators before the step."""
 
     batch: Any
     batch_idx: int
     loader_idx: int | None
     random_state: RandomState
-    versions: list[tuple[Tensor, int]]  # its tensors, and how often each had been changed in place
+    versions: list[tuple[Tensor, int]]  # the tensors of the batch, and how often each had been changed in place
     num_bytes: int
 
     @classmethod
@@ -54,7 +54,7 @@ def num_bytes_of(batch: Any) -> int:
 class BatchWindow:
     """The batches since the last attempted step.
 
-    It keeps references. Once a step has edited its batch in place, it keeps copies.
+    It keeps references. Once a step has edited its batch in place, the window keeps copies.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class BatchWindow:
             self._num_bytes -= self.kept.popleft().num_bytes
 
     def clear(self) -> None:
-        """Forget the batches, because a step was attempted."""
+        """Drop the batches, because a step was attempted."""
         self._detect_edits()
         self.kept.clear()
         self._first, self._num_bytes = None, 0

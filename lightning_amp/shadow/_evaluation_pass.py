@@ -23,10 +23,10 @@ from lightning_amp.shadow._shadow import Shadow
 from lightning_amp.tracing import RandomState, fp32_throughout, full_precision, paired_random
 
 Stage = Literal["validation", "test"]
-"""The stage in the names of hooks, `on_test_batch_start`, and steps, `test_step`."""
+"""The stage, as it appears in the names of hooks (`on_test_batch_start`) and steps (`test_step`)."""
 
 EVALUATION_FILE = __file__
-"""File that calls the step: an `OperationWatch` looks for the user's line inside of it."""
+"""File that calls the step: an `OperationWatch` searches for the user's line in the frames inside of it."""
 
 Context = Callable[[LightningModule], AbstractContextManager[Any]]
 
@@ -46,7 +46,7 @@ class EvaluationPass:
         step_context: Returns the context of the step.
         epoch_end_context: Returns the context of the epoch-end hook, inside `hook_context`.
         metrics: Metrics of the loaders that the module has finished.
-        upcast: Half-precision weights, buffers and batches become float32. For a pass in fp32.
+        upcast: Convert half-precision weights, buffers and batches to float32, for a pass in fp32.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class EvaluationPass:
         """Make a pass in the contexts of the real evaluation."""
         plugin = trainer.precision_plugin
         in_step = plugin.test_step_context if stage == "test" else plugin.val_step_context
-        ours = isinstance(plugin, AmpPrecision)  # it also treats metrics, outputs and the epoch-end hook
+        ours = isinstance(plugin, AmpPrecision)  # this context also handles metrics, outputs and the epoch-end hook
         return cls(
             trainer,
             module,
@@ -112,7 +112,7 @@ class EvaluationPass:
         )
 
     def start_afresh(self) -> None:
-        """Forget the metrics of the batches so far, and run the hooks before the first batch."""
+        """Reset the metrics of the batches so far, and run the hooks before the first batch."""
         _evaluation.forget_results(self.view)
         self._metrics.clear()
         for module in self.module.modules():
@@ -130,8 +130,8 @@ class EvaluationPass:
 
         Args:
             batch: The batch; unchanged.
-            batch_idx: Its index in its loader.
-            loader_idx: Index of its loader; `None` with one loader.
+            batch_idx: The index of the batch in its loader.
+            loader_idx: Index of the batch's loader; `None` with one loader.
             watch: Entered around the step.
 
         """
@@ -175,7 +175,7 @@ class EvaluationPass:
 
         Args:
             random_state: The random generators before the epoch-end hook of the real module.
-            follow: Take the present parameters of the real module.
+            follow: Set the shadow's parameters to the present parameters of the real module.
         """
         if follow:  # averaged weights may have been swapped out before the hook of the real module
             self.take_parameters(self._real_module.parameters())
@@ -202,11 +202,11 @@ def _nothing(_: LightningModule) -> AbstractContextManager[None]:
 def follow_ddp_buffers(trainer: Trainer, module: LightningModule) -> None:
     """Copy rank 0's buffers to the shadows of all ranks, as DDP does for the real module at its next forward.
 
-    Otherwise the BatchNorm statistics of shadow and real module would differ on all other ranks. One broadcast per
-    dtype.
+    Otherwise the BatchNorm statistics of shadow and real module would differ on all other ranks. There is one broadcast
+    per dtype.
     """
     ddp = trainer.strategy.model
-    # DDP does not copy them after a forward without synchronised gradients: in manual optimization, for example.
+    # DDP does not copy buffers after a forward without synchronised gradients, as in manual optimization.
     if not isinstance(ddp, DistributedDataParallel) or not ddp.will_sync_module_buffers():
         return
     by_dtype: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

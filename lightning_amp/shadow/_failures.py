@@ -27,15 +27,15 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException, what: str, where: str) -> Failure:
-        """Describe an exception, and free its traceback with all that its frames hold.
+        """Describe an exception, and free its traceback with all objects that its frames hold.
 
         Args:
             error: The exception.
             what: The part of the user's code that ran a second time, for the sentence.
-            where: The run of it, for a sentence about memory.
+            where: The name of that run, for a sentence about memory.
         """
         for raised in filter(None, (error, error.__context__, error.__cause__)):
-            traceback.clear_frames(raised.__traceback__)  # Python 3.10 holds them as well
+            traceback.clear_frames(raised.__traceback__)  # Python 3.10 also keeps the frames of these exceptions
         error.__traceback__ = error.__context__ = error.__cause__ = None
         if not is_out_of_memory(error):
             reason = in_one_line(error)

@@ -24,7 +24,7 @@ MAX_BYTES = 2**28
 class FirstBatches:
     """Keeps the first batches of each loader, and the logged values after each batch, kept or not.
 
-    It keeps references; once a step has edited its batch in place, it keeps copies.
+    It keeps references; once a step has edited its batch in place, this object keeps copies.
 
     Cost: no operation on the device; some 30 us for each kept batch.
 
@@ -41,13 +41,13 @@ class FirstBatches:
         self._sums: dict[int | None, list[tuple[_Sums, _Sums]]] = {}
 
     def add(self, batch: Any, batch_idx: int, loader_idx: int | None) -> None:
-        """Note a batch before its steps, and keep it if there is room."""
+        """Count a batch before its steps, and keep it if there is enough memory."""
         if loader_idx != self._loader_idx:
             self._loader_idx, self._num_bytes, self._is_full = loader_idx, 0, False
         rows = max((t.shape[0] for _, t in tensors_in(batch) if t.ndim), default=1)
         self._num_rows[loader_idx] = self._num_rows.get(loader_idx, 0) + rows
         self._num_bytes += num_bytes_of(batch)
-        # The first of a loader in any case.
+        # The first batch of a loader is always kept.
         self._is_full = self._is_full or (self._num_bytes > self._share and batch_idx > 0)
         if not self._is_full:
             self._must_copy = self._must_copy or bool(self.kept and not self.kept[-1].is_intact)
@@ -55,32 +55,34 @@ class FirstBatches:
             self.kept.append(kept)
 
     def note_sums(self, amp: Any, fp32: Any) -> None:
-        """Note the values that two trainers, or views of one, have logged since the last batch was added."""
+        """Record the values that two trainers, or views of one, have logged since the last batch was added."""
         idx = self._loader_idx
         self._sums.setdefault(idx, []).append((_evaluation.logged_sums(amp, idx), _evaluation.logged_sums(fp32, idx)))
 
     def num_rows_of(self, metric: str) -> int | None:
         """Return the number of rows behind a metric; `None` if it cannot be a share or a count of them.
 
-        A plain value that a step logs can only be one if it adds up to whole numbers in each batch. A metric of
-        torchmetrics or of the end of the epoch, or with one batch only, may be one. Waits for the device.
+        A plain value that a step logs can only be a share or a count if it adds up to whole numbers in each batch. A
+        torchmetrics metric, a value logged at the end of the epoch, or a metric of a single batch may always be one.
+        This waits for the device.
         """
         loader = metric.partition(LOADER_SUFFIX)[2]
         logged = [side[metric] for sums in self._sums.values() for both in sums for side in both if metric in side]
-        if len(logged) > 2 and not all(_is_whole(float(one.value)) for one in logged):  # more than one batch of each
+        # more than one batch of each loader
+        if len(logged) > 2 and not all(_is_whole(float(one.value)) for one in logged):
             return None
         number = self._num_rows.get(int(loader)) if loader.isdigit() else None
         return number or sum(self._num_rows.values())
 
     def standard_error(self, metric: str) -> float:
-        """Return the standard error of a plain value, from its fp32 values by batch. Waits for the device."""
+        """Return the standard error of a plain value, from its fp32 values by batch. This waits for the device."""
         fp32 = [value for _, value in self.values(metric).values() if math.isfinite(value)]
         return statistics.stdev(fp32) / math.sqrt(len(fp32)) if len(fp32) > 1 else 0.0
 
     def values(self, metric: str) -> dict[tuple[int | None, int], tuple[float, float]]:
         """Return a metric in AMP and in fp32, by loader and batch; empty unless it is a plain value.
 
-        Waits for the device.
+        This waits for the device.
         """
         found: dict[tuple[int | None, int], tuple[float, float]] = {}
         for loader_idx, sums in self._sums.items():

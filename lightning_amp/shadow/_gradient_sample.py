@@ -38,7 +38,7 @@ _LOWEST, _HIGHEST = -50, 20  # exponents of the outermost bins of the histograms
 _NUM_BINS = _HIGHEST - _LOWEST + 1
 
 RowsBy = Literal["module", "parameter"]
-"""The rows of the table: one per module, or one per parameter."""
+"""The kind of rows in the table: one per module, or one per parameter."""
 
 
 @final
@@ -46,10 +46,10 @@ class Sample(NamedTuple):
     """The results of one sampled step, on the host.
 
     Attributes:
-        rows: The rows of the table; the last is about all gradients.
+        rows: The rows of the table; the last row is about all gradients.
         histograms: Histograms of true gradients, by row.
         unseen: Modules that could not be watched.
-        order: Names of rows in the order in which the backward reaches them.
+        order: Names of the rows in the order of the backward.
         clipped: The functions that clip scaled gradients, with their lines, in words; empty without any.
         derivatives: Derivatives inside the loss that are inaccurate in fp16.
 
@@ -85,7 +85,7 @@ class _Group:
             for parts, size in ((self.counts, 3), (self.sums, 4), (self.fp8, 3), (self.histograms, _NUM_BINS))
         )
         number = torch.full_like(counts[:1], len(self.counts))
-        # NaN has no place in a maximum over ranks, so it is counted.
+        # A maximum over ranks cannot represent NaN, so NaN is counted.
         is_nan = torch.isnan(top).to(wide).reshape(1)
         return torch.cat([number, is_nan, counts, sums, fp8, histogram]), top.nan_to_num(0.0)
 
@@ -99,10 +99,10 @@ def take_sample(
     scale: float,
     on_failure: Callable[[Failure], None],
 ) -> Sample | None:
-    """Run the batch twice on copies of the module; `None` if no rank has gradients. Waits for the device.
+    """Run the batch twice on copies of the module; `None` if no rank has gradients. This waits for the device.
 
-    All ranks must call, because the figures are about all of them. A rank that cannot run its batch calls `on_failure`
-    and adds nothing.
+    All ranks must call this, because the figures combine all ranks. A rank that cannot run its batch calls
+    `on_failure` and adds nothing.
     """
     try:
         groups, mine = _measure(trainer, module, batch, batch_idx, by, scale)
@@ -112,7 +112,7 @@ def take_sample(
     sums = _over_all_ranks(trainer, groups)
     if not sums:
         return None
-    ranks = gather(trainer, mine)  # decisions that follow must be the same on all ranks
+    ranks = gather(trainer, mine)  # the decisions below must be the same on all ranks
     names = {name: name or type(module).__name__ for name in groups}
     step, precision = trainer.global_step, precision_of(trainer)
     return Sample(
@@ -132,7 +132,7 @@ def rows_of_parameters(module: LightningModule, by: RowsBy) -> dict[str, str]:
 
 
 def precision_of(trainer: Trainer) -> str:
-    """Return our name of the precision of training steps; empty if we have no name for it."""
+    """Return our name for the precision of training steps; empty if we have no name for it."""
     plugin = trainer.precision_plugin
     name = {"16-mixed": "fp16", "bf16-mixed": "bf16", "32-true": "fp32"}.get(str(plugin.precision), "")
     in_fp8 = name == "bf16" and isinstance(plugin, AmpPrecision) and None in plugin.fp8_layers.values()
@@ -183,7 +183,7 @@ def _measure(
         for name, gradient in fp32_run.items():
             counts = underflow_counts(gradient, "fp16", scale)
             histogram = exponent_histogram(gradient, _LOWEST, _HIGHEST).counts
-            # A gradient that only fp32 has is lost in mixed precision.
+            # A gradient that exists only in fp32 is lost in mixed precision.
             values = amp_run.get(name, torch.zeros_like(gradient))
             sums = torch.cat([fidelity_sums(gradient, values), inner_product(gradient, values).reshape(1)])
             for one in (groups[row_of[name]], total):
@@ -200,7 +200,7 @@ def _fp8_counts(module: nn.Module, plugin: Any) -> Generator[dict[str, list[Tens
 
     Args:
         module: A copy of the module whose step runs in fp32.
-        plugin: The precision plugin; any other than ours has no fp8 layers.
+        plugin: The precision plugin; a plugin of another class has no fp8 layers.
 
     Yields:
         For each layer the counts of :meth:`ScaledCast.losses`, one per call.

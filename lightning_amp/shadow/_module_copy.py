@@ -33,7 +33,7 @@ from lightning_amp.shadow._rebinding import MAPPINGS, rebind_closures
 
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 
-# Objects that a step at most reads, and that are large or useless as copies.
+# Classes of objects that a step only reads, and whose copies would be large or useless.
 _SHARED: tuple[type, ...] = (
     *_LOCKS,
     Callback,
@@ -58,9 +58,10 @@ def copy_module(module: LightningModule, memo: dict[int, Any], *, upcast: bool =
     """Copy a module.
 
     Parameters (without gradients and hooks), buffers, metric states, lists and other attributes are copied deeply.
-    Compiled parts of the copy are not compiled. Bound methods and closures that refer to the module (a forward hook
-    that appends to `self.features`) refer to the copy. Data sets, loaders, optimizers and callbacks that the module
-    holds are shared. Objects that cannot be copied are shared with the hooks of the copy only.
+    Parts that are compiled in the module are not compiled in the copy. Bound methods and closures that refer to the
+    module (a forward hook that appends to `self.features`) refer to the copy. Data sets, loaders, optimizers and
+    callbacks that the module holds are shared. Objects that cannot be copied are shared, but only hooks of the copy may
+    use them.
 
     Args:
         module: The module; unchanged.
@@ -68,8 +69,8 @@ def copy_module(module: LightningModule, memo: dict[int, Any], *, upcast: bool =
         upcast: Turn half-precision parameters and buffers into float32, for a run in fp32.
     """
     copier = _Copier(memo, upcast)
-    # Outside of inference mode, so that buffers of the copy are ordinary tensors: a step may turn inference mode off to
-    # take gradients.
+    # The copy is made outside of inference mode, so that its buffers are ordinary tensors. A step may turn inference
+    # mode off to take gradients.
     with torch.inference_mode(False), torch.no_grad():
         copier.share(module)
         result = copier.module(module, type(module).__name__)
@@ -81,12 +82,12 @@ def copy_module(module: LightningModule, memo: dict[int, Any], *, upcast: bool =
 
 
 def copy_batch(batch: Any, *, upcast: bool = False) -> Any:
-    """Copy a batch, so that edits of the copy do not reach it. Costs the memory of one batch.
+    """Copy a batch, so that edits of the copy do not reach it. This takes the memory of one batch.
 
     Args:
         batch: The batch; unchanged.
-        upcast: Turn half-precision tensors into float32, for a step in fp32. Outside of autocast a float32 weight and a
-            bfloat16 input do not fit together.
+        upcast: Turn half-precision tensors into float32, for a step in fp32. Outside of autocast, an operation of a
+            float32 weight and a bfloat16 input raises an error.
     """
     result = _Copier({}).batch(batch)
     return _upcast(result, {}) if upcast else result
@@ -97,7 +98,7 @@ def _upcast(value: Any, memo: dict[int, tuple[Any, Any]]) -> Any:
     if id(value) in memo:
         return memo[id(value)][1]
     result = value
-    memo[id(value)] = (value, value)  # the first keeps the id from being used again
+    memo[id(value)] = (value, value)  # the first entry keeps the id from being reused
     if isinstance(value, Tensor):
         if value.dtype in HALF_DTYPES:
             result = value.detach().float().requires_grad_(value.requires_grad)
@@ -108,7 +109,7 @@ def _upcast(value: Any, memo: dict[int, tuple[Any, Any]]) -> Any:
     elif isinstance(value, list):
         value[:] = [_upcast(item, memo) for item in value]
     elif isinstance(value, dict):
-        for key, item in list(value.items()):  # not `update`, which classes of Hugging Face refuse
+        for key, item in list(value.items()):  # not by `update`, because Hugging Face classes refuse it
             value[key] = _upcast(item, memo)
     elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, NotCopied)):
         vars(value).update({name: _upcast(item, memo) for name, item in vars(value).items()})
@@ -135,7 +136,7 @@ class _Copier:
                 upcast = self.upcast and parameter.dtype in HALF_DTYPES
                 values = parameter.detach().float() if upcast else parameter.detach().clone()
                 self.memo[id(parameter)] = own = nn.Parameter(values, parameter.requires_grad)
-                vars(own).update(vars(parameter))  # marks such as `no_weight_decay`
+                vars(own).update(vars(parameter))  # attributes such as `no_weight_decay`
         for buffer in module.buffers() if self.upcast else ():
             if buffer.dtype in HALF_DTYPES:
                 self.memo[id(buffer)] = buffer.detach().float()
@@ -154,7 +155,7 @@ class _Copier:
                 for item in value.values() if cls in MAPPINGS else value:
                     self._share(item, depth + 1)
         elif isinstance(value, nn.Module):
-            # In a plain list: this is how users keep a large frozen teacher out of `parameters()`.
+            # Modules in a plain list: users keep a large frozen teacher out of `parameters()` in this way.
             self.share(value)
         elif isinstance(value, torch.jit.ScriptFunction):
             self.memo[id(value)] = _script_copy(value)
@@ -179,9 +180,10 @@ class _Copier:
                 self.module(child, f"{path}.{name}")
             result = copy.deepcopy(module, self.memo)
         else:
-            result = self.memo[id(module)] = cls.__new__(cls)  # before the children, which may point back
+            # before the children, because these may refer to the module
+            result = self.memo[id(module)] = cls.__new__(cls)
             for reference in weakref.getweakrefs(module):
-                if type(reference) in weakref.ProxyTypes:  # `deepcopy` would copy its target again
+                if type(reference) in weakref.ProxyTypes:  # `deepcopy` would copy the target of the reference again
                     self.memo[id(reference)] = weakref.proxy(result)
             for name, child in module.named_children():
                 self.module(child, f"{path}.{name}")
@@ -196,7 +198,7 @@ class _Copier:
         if cls in _ATOMS:
             return value
         if cls in (dict, OrderedDict) and not value and id(value) not in self.memo:
-            # A module has ten empty ones, for hooks, and `copy.deepcopy` takes three times as long.
+            # A module has ten empty dictionaries for hooks, and `copy.deepcopy` of them takes three times as long.
             self.memo[id(value)] = result = cls()
             return result
         known = len(self.memo)
@@ -205,7 +207,7 @@ class _Copier:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-        # A failed copy leaves half-filled objects in the memo, where a second reference would find them.
+        # A failed copy leaves half-filled objects in the memo. A second reference would then reuse them.
         for key in list(self.memo)[known:]:
             del self.memo[key]
         return self.piecewise(value, path)
@@ -217,7 +219,7 @@ class _Copier:
             return self.memo[id(value)]
         if cls in weakref.ProxyTypes:
             result = value
-        elif isinstance(value, Tensor):  # with a graph behind it
+        elif isinstance(value, Tensor):  # a tensor with an autograd graph
             result = value.detach().clone()
         elif isinstance(value, nn.Module):
             return self.module(value, path)
@@ -244,14 +246,14 @@ class _Copier:
             for name, item in _state_of(value).items():
                 vars(result)[name] = self.value(item, f"{path}.{name}")
         else:
-            # Not into the memo, so that closures of hooks keep the original.
+            # The replacement does not enter the memo, so that closures of hooks keep the original.
             self.refused = True
             return NotCopied(path, value, self.permission)
         self.memo[id(value)] = result
         return result
 
     def batch(self, value: Any) -> Any:
-        """Copy containers and tensors; of a view copy the tensor only, not its whole storage."""
+        """Copy containers and tensors; for a view, copy only its own values, not its whole storage."""
         if id(value) in self.memo:
             return self.memo[id(value)]
         if isinstance(value, Tensor):
@@ -280,7 +282,7 @@ def _script_copy(script: Any) -> Any:
 
 
 def _state_of(value: object) -> dict[str, Any]:
-    # `object.__getstate__` exists from Python 3.11 on, and returns other things than a dictionary.
+    # `object.__getstate__` exists from Python 3.11 on, and does not always return a dictionary.
     get_state: Callable[[], Any] | None = getattr(value, "__getstate__", None)
     state = get_state() if get_state is not None else None
     return dict(cast(Mapping[str, Any], state)) if isinstance(state, dict) else dict(vars(value))

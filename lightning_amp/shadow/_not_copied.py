@@ -1,7 +1,7 @@
 """Stand-ins, in a copy of a module, for objects that cannot be copied: open files, generators, threads.
 
-Steps of the copy must not use them, because the copy could then change the original. Hooks may: without the hooks of a
-profiler, or of a recorder with its file, the copy would not compute the same as the original.
+Steps of the copy must not use them, because the copy could then change the original. Hooks may use them. Without its
+hooks, such as those of a profiler with its file, the copy would not compute the same as the original.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class OutputCall:
     kind: str  # class of the module
     inputs: list[Tensor]  # copies, if the comparison keeps them
     outputs: list[Tensor]  # copies, until they are compared
-    sums: Tensor | None = None  # each output against fp32, see `numerics.output_sums`: [number, 6]
-    input_sums: Tensor | None = None  # each input against fp32: [number, 6]
+    sums: Tensor | None = None  # each output compared with fp32, see `numerics.output_sums`: [number, 6]
+    input_sums: Tensor | None = None  # each input compared with fp32: [number, 6]
     num_values: int = 0  # in the outputs
 
 
@@ -40,8 +40,8 @@ class OutputCall:
 class OutputComparison:
     """Watches the modules inside a module, first in fp32, then in mixed precision.
 
-    Parts that `torch.compile` or TorchScript compiled are left alone, because watching would change them. In a shadow
-    only TorchScript is left compiled.
+    Compiled parts (`torch.compile`, TorchScript) are not watched, because watching would change them. In a shadow, only
+    TorchScript parts are still compiled.
 
     Args:
         inputs: Also compare the inputs of the modules, and keep all copies.
@@ -51,8 +51,9 @@ class OutputComparison:
     """
 
     def __init__(self, *, inputs: bool = False) -> None:
-        self.calls: list[tuple[OutputCall, OutputCall]] = []  # in mixed precision and fp32, as they ended
-        self.reference: list[OutputCall] = []  # in fp32, as they ended
+        # in mixed precision and fp32, in the order in which they ended
+        self.calls: list[tuple[OutputCall, OutputCall]] = []
+        self.reference: list[OutputCall] = []  # in fp32, in the order in which they ended
         self.unseen: list[str] = []  # names of compiled modules
         self.running: list[str] = []  # names of the modules that are running now, outermost first
         self._inputs = inputs
@@ -60,15 +61,15 @@ class OutputComparison:
         self._num_compared: Counter[str] = Counter()
 
     def recording(self, root: nn.Module) -> AbstractContextManager[None]:
-        """Keep the outputs, in fp32."""
+        """Keep the outputs of the run in fp32."""
         return self._watching(root, "record")
 
     def comparing(self, root: nn.Module) -> AbstractContextManager[None]:
-        """Compare the outputs with the kept ones."""
+        """Compare the outputs with the kept outputs."""
         return self._watching(root, "compare")
 
     def naming(self, root: nn.Module) -> AbstractContextManager[None]:
-        """Only keep `running` up to date."""
+        """Only update `running`, without comparing."""
         return self._watching(root, "name")
 
     def again(self) -> None:
@@ -199,7 +200,7 @@ class OutputTotals:
                 _add(self._totals, call.name, (call.kind, 1, call.num_values, call.sums.sum(0)))
 
     def rows(self, trainer: Trainer) -> list[ModuleRow]:
-        """Return a row for each module, over all ranks. All must call. Waits for the device."""
+        """Return a row for each module, over all ranks. All must call. This waits for the device."""
         sums = torch.stack([total[3] for total in self._totals.values()]).cpu() if self._totals else torch.zeros(0, 6)
         own = [(name, *total[:3], row) for (name, total), row in zip(self._totals.items(), sums, strict=True)]
         totals: dict[str, _Total] = {}

@@ -1,4 +1,4 @@
-"""Evaluate a copy of the module in fp32 beside a real validation or test, on the same batches."""
+"""Evaluate a copy of the module in fp32 during a real validation or test, on the same batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ComparedEvaluation:
     fp32: dict[str, float]
     module_rows: list[ModuleRow]  # the compared outputs of modules, over all ranks
     unseen: list[str]  # names of modules that could not be watched because they are compiled
-    batches: FirstBatches  # for a search of the cause
+    batches: FirstBatches  # data for a search of the cause
     weights: list[Tensor] | None  # the parameters during the evaluation, if they are different at its end
 
 
@@ -51,7 +51,7 @@ class PairedEvaluation:
         stage: The stage whose step and hooks run.
         limit_batches: See `MetricComparison`.
         on_failure: Called on the rank where the comparison failed.
-        by_module: Also compare the outputs of modules.
+        by_module: Whether to also compare the outputs of modules.
 
     """
 
@@ -65,8 +65,8 @@ class PairedEvaluation:
         *,
         by_module: bool = False,
     ) -> None:
-        self.running = True  # on all ranks
-        self.failed_for_good = False  # on any rank, in a way that the next comparison would fail, too
+        self.running = True  # whether the comparison runs, on all ranks
+        self.failed_for_good = False  # whether it failed on any rank in a way that the next comparison would fail, too
         self._trainer, self._module, self._on_failure = trainer, module, on_failure
         self._stage: Stage = stage
         self._limit_batches = limit_batches
@@ -76,13 +76,13 @@ class PairedEvaluation:
         self._failed = self._fatal = self._started = False
         self._loader_idx: int | None = None
         self._random_state: RandomState | None = None
-        self._amp_metrics: dict[str, Tensor] = {}  # of the loaders before the present one
+        self._amp_metrics: dict[str, Tensor] = {}  # metrics of the loaders before the present one
         self._versions: list[int] = []
         self._batches = FirstBatches(trainer.strategy.root_device.type, len(self._available))
         self._totals = OutputTotals() if by_module else None
         self._outputs = OutputComparison()
         self._unseen: list[str] = []
-        self._watching = ExitStack()  # open during a batch of the real module
+        self._watching = ExitStack()  # the watch, entered during a batch of the real module
         self._is_noted = True
 
     def run_batch(self, batch: Any, batch_idx: int) -> None:
@@ -136,7 +136,7 @@ class PairedEvaluation:
     def finish(self) -> ComparedEvaluation | None:
         """Return the results, after all hooks of the real evaluation; `None` if a rank failed.
 
-        All ranks must call. Waits for the device.
+        All ranks must call this. This waits for the device.
         """
         self.end_batch()
         self._note_sums()
@@ -169,8 +169,8 @@ class PairedEvaluation:
         self._fp32 = self._amp = None
 
     def _start(self) -> None:
-        # At the first batch and not before: the epoch-start hooks of all callbacks and the module have run. They swap
-        # averaged weights in, and set attributes for the epoch.
+        # The copy is made at the first batch and not earlier, when the epoch-start hooks of all callbacks and the
+        # module have run. These hooks swap averaged weights in, and set attributes for the epoch.
         self._started = True
         self._versions = self._parameter_versions()
         with self._observing():
@@ -182,7 +182,7 @@ class PairedEvaluation:
         return [_modules.version(parameter) for parameter in self._module.parameters()]
 
     def _leave_rest_out(self) -> None:
-        """Go on with a copy of the module as the AMP side: the real module runs the batches beyond the limit."""
+        """Continue with a copy of the module as the AMP side, as the real module runs batches beyond the limit."""
         if self._amp is not None or self._failed:
             return
         with self._observing():
@@ -219,7 +219,10 @@ class PairedEvaluation:
             self._on_failure(failure._replace(text=failure.text + then))
 
     def _agree(self) -> bool:
-        """Return whether all ranks can go on. They stop together, because what follows reduces over the ranks."""
+        """Return whether all ranks can continue.
+
+        They stop together, because the next operations reduce over the ranks.
+        """
         decide = self._trainer.strategy.reduce_boolean_decision
         if self.running and not decide(self._fp32 is not None, all=True):
             self.running = False

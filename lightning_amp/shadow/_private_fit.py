@@ -1,4 +1,4 @@
-"""Run a whole fit in the caller's own process without a trace: on a copy, by a private Trainer, without output."""
+"""Run a whole fit in the caller's process without side effects: on a copy, with a private Trainer, without output."""
 
 from __future__ import annotations
 
@@ -56,21 +56,24 @@ _LEFT_OUT = (
 """Arguments of the user's Trainer about the length of the fit, the number of devices, and output."""
 
 _LEFT_OUT_CALLBACKS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, ModelSummary, ProgressBar, Timer)
-"""Callbacks that write files or to the terminal, stop the fit, or run fits of their own."""
+"""Callbacks that write to files or to the terminal, stop the fit, or run additional fits."""
 
 _FOLDER = "lightning-amp-private-"
 _MANY_EPOCHS, _MANY_STEPS = 1000, 1_000_000
-"""Length of a fit that a callback ends. Schedules may ask for the number of steps, even with endless data."""
+"""The maximum length of a fit that a callback ends earlier.
+
+It is finite because schedules may read the number of steps, even with endless data.
+"""
 
 
 def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
-    """Make a module that may be trained and thrown away, even if the factory returns one that other code holds.
+    """Make a module that may be trained and discarded, even if the factory returns a module that other code holds.
 
     It calls the factory twice, from the same random state. If the second module shares nothing with the first, no other
-    code holds it; otherwise the first is copied.
+    code holds it; otherwise the first module is copied.
 
     Raises:
-        TypeError: If the factory returns anything else.
+        TypeError: If the factory returns an object of another type.
         ValueError: If it returns the same object each time, and the object cannot be copied.
 
     """
@@ -97,7 +100,7 @@ def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
 
 
 def _are_apart(one: LightningModule, other: LightningModule) -> bool:
-    """Return whether two modules share no module and no tensor, so that training one leaves the other alone."""
+    """Return whether two modules share no submodule and no tensor, so that training one does not change the other."""
     if one is other:
         return False
     modules = {id(module) for module in one.modules()}
@@ -111,7 +114,7 @@ def own_data(make_data: Callable[[], LightningDataModule]) -> Generator[Lightnin
     """Make a data module, and restore its attributes at the end, because other code may hold it.
 
     Raises:
-        TypeError: If the factory returns anything else.
+        TypeError: If the factory returns an object of another type.
 
     """
     made = _made(make_data, "make_data", LightningDataModule)
@@ -139,17 +142,17 @@ def private_trainer(
     *,
     limit_val_batches: int = 1,
 ) -> Trainer:
-    """Make a Trainer for one device that writes nothing, and trains until a callback sets `trainer.should_stop`.
+    """Make a Trainer for one device that writes no output, and trains until a callback sets `trainer.should_stop`.
 
-    The user's callbacks run as copies, but callbacks that write or stop are left out. Values that the module logs go
-    nowhere. Files that it writes to the Trainer's folders go to a folder that :func:`run_private_fit` removes.
+    The user's callbacks run as copies, but callbacks that write or stop are left out. Values that the module logs are
+    discarded. Files that it writes to the Trainer's folders go to a folder that :func:`run_private_fit` removes.
 
     Args:
         device: The device.
         plugin: A new precision plugin.
         callbacks: Our own callbacks, to run after the user's.
-        trainer_kwargs: The user's arguments; those about length, devices and output are left out.
-        limit_val_batches: Batches of each validation; a schedule may wait for a metric of one.
+        trainer_kwargs: The user's arguments; arguments about length, devices and output are left out.
+        limit_val_batches: Batches of each validation; a schedule may need a metric of a validation.
 
     """
     kwargs = {name: value for name, value in trainer_kwargs.items() if name not in _LEFT_OUT}
@@ -197,7 +200,7 @@ def run_private_fit(trainer: Trainer, module: LightningModule, data: Any = None,
 
     Args:
         trainer: The Trainer of :func:`private_trainer`.
-        module: A module that nobody else holds.
+        module: A module that no other code holds.
         data: The data module; `None` if the module or `loaders` have the data.
         loaders: Loaders for `Trainer.fit`.
 
@@ -221,13 +224,13 @@ def run_private_fit(trainer: Trainer, module: LightningModule, data: Any = None,
 
 def remove_callbacks(trainer: Trainer, kinds: tuple[type, ...]) -> None:
     """Remove callbacks of some classes from a Trainer, also the ones that its module configures."""
-    callbacks: list[Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
+    callbacks: list[Callback] = vars(trainer)["callbacks"]  # Lightning does not declare this attribute
     callbacks[:] = [c for c in callbacks if isinstance(c, _KeepsNothing) or not isinstance(c, kinds)]
 
 
 @final
 class _LeaveOut(Callback):
-    """Removes the callbacks that write or stop after the module has configured its own."""
+    """After the module has configured its callbacks, removes those that write or stop."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -236,7 +239,7 @@ class _LeaveOut(Callback):
 
 @final
 class _KeepsNothing(ModelCheckpoint):
-    """Writes no checkpoints; for modules that ask `trainer.checkpoint_callback` for its folder."""
+    """Writes no checkpoints; for modules that read the folder of `trainer.checkpoint_callback`."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(dirpath=folder, save_top_k=0)

@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 
 def gather(trainer: Trainer, value: T) -> list[T]:
-    """Return `value` of every rank, in order; all must call. It is pickled: for small values and rare events."""
+    """Return `value` of every rank, in order; all must call.
+
+    The values are pickled, so use it for small values and rare events only.
+    """
     if trainer.world_size == 1:
         return [value]
     values: list[Any] = [None] * trainer.world_size
@@ -23,7 +26,7 @@ def gather(trainer: Trainer, value: T) -> list[T]:
 
 
 def gather_on_zero(trainer: Trainer, value: T) -> list[T]:
-    """Return `value` of every rank on rank 0, an empty list on the others; all must call."""
+    """Return `value` of every rank on rank 0, an empty list on other ranks; all must call."""
     if trainer.world_size == 1:
         return [value]
     values: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None
@@ -33,7 +36,7 @@ def gather_on_zero(trainer: Trainer, value: T) -> list[T]:
 
 @final
 class OtherRankFailedError(RuntimeError):
-    """Another rank could not go on, so this rank must stop, too; the other rank has the reason."""
+    """Another rank could not continue, so this rank must stop, too; the other rank has the original error."""
 
 
 @final
@@ -82,9 +85,9 @@ class Lockstep:
 
     @contextmanager
     def until_all_are_done(self, idle: Callable[[], object]) -> Generator[None]:
-        """Let each rank run as many passes inside as it needs, each after :meth:`go_on`; then it runs `idle` instead.
+        """Let each rank run as many passes inside this context as it needs, each after a call of :meth:`go_on`.
 
-        An exception inside ends this on all ranks.
+        A rank that has finished runs `idle` until all ranks have. An exception inside ends the passes on all ranks.
 
         Raises:
             OtherRankFailedError: If another rank has failed.

@@ -1,4 +1,4 @@
-"""Rebind functions that a copied module keeps, above all its hooks: they close over the original."""
+"""Rebind functions that a copied module keeps, above all its hooks, because they close over the original."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EMPTY = object()
 def rebind_closures(modules: Iterable[nn.Module], memo: dict[int, Any]) -> None:
     """Make the functions that copied modules keep close over the copies.
 
-    `copy.deepcopy` returns functions as they are, so a hook `lambda *_: self.seen.append(1)` would write to the
+    `copy.deepcopy` does not copy functions, so a hook `lambda *_: self.seen.append(1)` would write to the
     original.
 
     Args:
@@ -45,10 +45,10 @@ class _Rebinding:
         self._under_way: set[int] = set()
 
     def counterpart(self, item: Any) -> Any:
-        """Return the object that replaces one that a function closes over; the same object if nothing does."""
+        """Return the replacement of an object that a function closes over; the same object if there is none."""
         if id(item) in self._memo:
             return self._memo[id(item)]
-        if isinstance(item, types.MethodType):  # `torch.compile(self.encode)` closes over one
+        if isinstance(item, types.MethodType):  # `torch.compile(self.encode)` closes over a bound method
             owner = self.counterpart(item.__self__)
             return item if owner is item.__self__ else types.MethodType(item.__func__, owner)
         if isinstance(item, functools.partial):
@@ -58,7 +58,7 @@ class _Rebinding:
                 **{key: self.counterpart(value) for key, value in item.keywords.items()},
             )
         if isinstance(item, types.FunctionType) and id(item) not in self._under_way:
-            self._under_way.add(id(item))  # it may close over itself
+            self._under_way.add(id(item))  # a function may close over itself
             result = self._rebound(item)
             self._under_way.discard(id(item))
             return result
@@ -83,5 +83,5 @@ class _Rebinding:
 def _cell_contents(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # the name is assigned later, or never
+    except ValueError:  # the variable is assigned later, or never
         return _EMPTY

@@ -22,19 +22,19 @@ from lightning_amp.shadow._views import NOTHING, SilentProgressBar, View, replay
 
 @final
 class Shadow:
-    """A copy of a module that runs beside the real one.
+    """A copy of a module that runs in addition to the real module.
 
     It has its own parameters, because a step may edit them, even in validation: the momentum encoder of MoCo.
 
     Args:
-        trainer: The real trainer, inside a loop. The values that it has collected in this loop are copied too.
+        trainer: The real trainer, inside a loop. The values that the trainer has collected in this loop are copied too.
         module: The real module. Neither is changed.
         trainer_attributes: Further attributes of the trainer's view.
         strategy_attributes: The same for `trainer.strategy`.
-        upcast: Half-precision parameters and buffers become float32. For a run in fp32.
+        upcast: Convert half-precision parameters and buffers to float32, for a run in fp32.
 
     Cost: building it copies parameters, buffers, metric states and other attributes: some 0.1 ms of host time per
-    submodule. It does not stop the device.
+    submodule. Building it does not wait for the device.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class Shadow:
         self.module.trainer = cast(Trainer, view)
 
     def call(self, hook: str, *args: Any) -> Any:
-        """Run a hook or step of the shadow; `self.log` works in it. Compiled code runs eagerly.
+        """Run a hook or step of the shadow on its view of the trainer; `self.log` works in it.
 
-        Compiling again for another precision would take minutes. It could also use up the function's recompile limit,
-        and then the real run would fall back to eager mode.
+        Compiled code runs eagerly. Compiling again for another precision would take minutes. It could also use up the
+        function's recompile limit, and then the real run would fall back to eager mode.
         """
         with torch.compiler.set_stance("force_eager"):
             return _lightning.call_module_hook(self.module, hook, *args)
 
     def close(self) -> None:
-        """Cut the ties between module and view, so that memory is free now and not at the next garbage collection."""
+        """Remove the references between module and view, to free memory before the next garbage collection."""
         self.module.trainer = None
         vars(self.view.strategy).clear()
         vars(self.view).clear()

@@ -1,4 +1,4 @@
-"""Watch whether the code of a training step clips scaled gradients, or takes derivatives that fp16 cannot hold.
+"""Detect whether the code of a training step clips scaled gradients, or takes derivatives that do not fit into fp16.
 
 It watches a copy of the step, so the real step is not slowed down.
 """
@@ -23,7 +23,7 @@ from lightning_amp.numerics import fidelity, fidelity_sums
 
 _CLIPPING = clip_grad.__file__
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
-_ZERO_SHARE, _FAITHFUL_DB = 1e-3, 40.0  # derivatives that fit into fp16 have 0 and some 60
+_ZERO_SHARE, _FAITHFUL_DB = 1e-3, 40.0  # derivatives that fit into fp16 have a share of 0 and an SQNR of some 60 dB
 
 
 @final
@@ -37,7 +37,7 @@ class Derivative:
 
 @final
 class StepWatch(TorchFunctionMode):
-    """Context in which a copy of a training step runs. It also unscales in the place of the plugin.
+    """Context in which a copy of a training step runs. It also unscales instead of the plugin.
 
     Args:
         module: The copy, with its own parameters.
@@ -71,7 +71,8 @@ class StepWatch(TorchFunctionMode):
         """Divide the gradients of an optimizer, or of its stand-in, by the scale, once."""
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None and not self.is_true(parameter.grad):
-                parameter.grad = self._note(parameter.grad / self._factor)  # not in place: others may hold it
+                # not in place, because other code may hold the gradient
+                parameter.grad = self._note(parameter.grad / self._factor)
 
     def _note(self, gradient: Tensor) -> Tensor:
         gradient = gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient
@@ -107,7 +108,7 @@ class StepWatch(TorchFunctionMode):
         if line is None:
             return func(*args, **kwargs)
         gradients = (self._differentiate or func)(*args, **kwargs)
-        if not _modules.is_transformed_or_traced():  # inside a transform the results cannot be kept
+        if not _modules.is_transformed_or_traced():  # results inside a `torch.func` transform cannot be kept
             self.derivatives.append(Derivative(line, gradients))
         return gradients
 
@@ -129,12 +130,12 @@ class StepWatch(TorchFunctionMode):
 
 
 def _address(gradient: Tensor) -> int:
-    """Return where the values of a gradient are: each access to a sparse gradient returns another tensor."""
+    """Return the address of a gradient's values: each access to a sparse gradient returns another tensor."""
     return (gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient).data_ptr()
 
 
 def inaccurate_derivatives(fp32_run: StepWatch, amp_run: StepWatch) -> list[InaccurateDerivative]:
-    """Compare the derivatives of two runs of a step, and return the inaccurate ones. Waits for the device."""
+    """Compare the derivatives of two runs of a step, and return the inaccurate ones. This waits for the device."""
     found: dict[str, InaccurateDerivative] = {}
     for exact, half in zip(fp32_run.derivatives, amp_run.derivatives, strict=False):
         pairs = [

@@ -1,4 +1,4 @@
-"""Leave the process as it was before a private fit, and find the device that Lightning would train on."""
+"""Restore the process after a private fit, and find the device on which Lightning would train."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def unnoticed(device: torch.device) -> Generator[None]:
 
 
 def _restore_switch(switch: Any, precision: str) -> None:
-    if switch.fp32_precision != precision:  # writing it would end an inheritance
+    if switch.fp32_precision != precision:  # writing a value would end the inheritance of a switch
         switch.fp32_precision = precision
 
 
@@ -66,7 +66,10 @@ def _restore_environment(environment: dict[str, str]) -> None:
 
 
 def _matmul_precision() -> str | None:
-    """Return the value of `set_float32_matmul_precision`; `None` if a newer switch was used, when torch raises."""
+    """Return the value of `set_float32_matmul_precision`.
+
+    `None` if a newer switch was used, because torch then raises an error.
+    """
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -74,7 +77,7 @@ def _matmul_precision() -> str | None:
 
 
 def device_of_trainer(trainer_kwargs: Mapping[str, Any]) -> torch.device:
-    """Return the first device that a Trainer with these arguments would train on.
+    """Return the first device on which a Trainer with these arguments would train.
 
     Raises:
         ValueError: If this machine has no such device.
@@ -93,7 +96,8 @@ def accelerator_for(device: torch.device, trainer_kwargs: Mapping[str, Any]) -> 
     """Return the `accelerator` argument of a Trainer on this device.
 
     Raises:
-        ValueError: If Lightning does not know the device, and the accelerator in `trainer_kwargs` is for another one.
+        ValueError: If Lightning does not support the device, and the accelerator in `trainer_kwargs` is for another
+            one.
 
     """
     if device.type in AcceleratorRegistry:

@@ -1,4 +1,4 @@
-"""Run a training step, forward and backward, without a trace on the module, its gradients or its optimizers."""
+"""Run a training step, forward and backward, without changing the module, its gradients or its optimizers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_amp.shadow._views import View, replaying
 from lightning_amp.tracing import Fp32Draws, OperationWatch, RandomState, Trace, fp32_throughout, paired_random
 
 BOUNDARY = __file__
-"""File that calls the step: an `OperationWatch` looks for the user's line inside of it."""
+"""File that calls the step: an `OperationWatch` searches for the user's line in the frames inside of it."""
 
 
 @final
@@ -40,9 +40,9 @@ class TrainingPass:
     Args:
         trainer: The trainer, inside a training epoch.
         module: The real module. Neither is changed.
-        upcast: Half-precision parameters and buffers become float32. For a run in fp32.
+        upcast: Convert half-precision parameters and buffers to float32, for a run in fp32.
         precision: Our name of the step's precision, because a plugin that fell back goes on in another. Empty: the
-            present one.
+            present precision.
 
     Cost: building it copies the parameters, buffers and attributes. Running it is one forward and one backward.
     """
@@ -75,7 +75,7 @@ class TrainingPass:
         self.module = self._shadow.module
         optimized = [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
         self._real = list({id(parameter): parameter for parameter in (*module.parameters(), *optimized)}.values())
-        # By position: a parameter that two modules share is one in the copy, too.
+        # Parameters correspond by position, because a parameter that two modules share is also shared in the copy.
         twins = {id(real): own for real, own in zip(module.parameters(), self.module.parameters(), strict=True)}
         for stand_in in (*stand_ins["_lightning_optimizers"], *stand_ins["optimizers"]):
             groups = [
@@ -84,8 +84,8 @@ class TrainingPass:
             ]
             vars(stand_in).update(param_groups=groups)
 
-        # A watched operation leaves some small objects behind. For them the garbage collector would walk all objects of
-        # the process, again and again; it leaves out frozen objects.
+        # A watched operation leaves some small objects behind. Because of these, the garbage collector would walk all
+        # objects of the process again and again; it leaves out frozen objects.
         self._froze = gc.get_freeze_count() == 0
         if self._froze:
             gc.freeze()
@@ -114,14 +114,14 @@ class TrainingPass:
 
         Args:
             batch: The batch; the step gets a copy.
-            batch_idx: Its index in the epoch.
+            batch_idx: The index of the batch in the epoch.
             context: Entered around the step. `None`: step and backward are in fp32, also where the code casts to half.
             random_state: The random generators at the start; default: the present state.
             scale: The loss scale.
             trace: Entered for the run.
             watch: Entered for the run.
-            step_watch: Entered for the run. It also unscales gradients where the step asks the plugin to.
-            fp32_draws: Draw random numbers like a pass in fp32, for a comparison with one.
+            step_watch: Entered for the run. It also unscales gradients where the step calls the plugin to do so.
+            fp32_draws: Whether to draw random numbers like a pass in fp32, for a comparison with such a pass.
 
         Returns:
             The unscaled loss; in manual optimization the sum of the losses that had a backward.
@@ -139,7 +139,7 @@ class TrainingPass:
             shadow.reduce.suspended(),
             trace or nullcontext(),
             watch or nullcontext(),
-            step_watch or nullcontext(),  # last: it looks at the frame that called it
+            step_watch or nullcontext(),  # must be last, because it reads the frame that called it
         ):
             batch = copy_batch(batch, upcast=context is None)
             if is_overridden("on_train_batch_start", shadow.module):
@@ -234,7 +234,7 @@ class TrainingPass:
             zero_grad=partial(_zero_grad, stand_in),
             toggle_model=partial(self._toggle_model, stand_in),
         )
-        if isinstance(optimizer, LightningOptimizer):  # user code may step the optimizer inside it
+        if isinstance(optimizer, LightningOptimizer):  # user code may step the optimizer inside the closure
             vars(stand_in).update(optimizer=stand_in)
         return stand_in
 
@@ -254,7 +254,7 @@ class TrainingPass:
 
 @contextmanager
 def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
-    """Keep gradients away from the real parameters: the step may reach them through a global or a shared object."""
+    """Keep gradients away from the real parameters: the step may reach these through a global or shared object."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -274,7 +274,7 @@ def _parameters(stand_in: Any) -> list[nn.Parameter]:
 
 
 def _zero_grad(stand_in: Any, set_to_none: bool = True) -> None:
-    for parameter in _parameters(stand_in):  # never in place: `gradients` may have kept them
+    for parameter in _parameters(stand_in):  # never in place, because `gradients` may have returned these tensors
         parameter.grad = None
 
 

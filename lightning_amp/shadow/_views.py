@@ -13,13 +13,13 @@ from lightning_amp.precision import AmpPrecision
 
 @final
 class View:
-    """Reads attributes of another object; attributes that are set on the view stay on the view.
+    """Reads attributes of another object; attributes that are set on the view do not reach that object.
 
     Args:
         target: The other object.
         view_read: Called with the name and the value of each attribute that is read from the target; returns the value
             that the view shows.
-        attributes: Set on the view.
+        attributes: Attributes to set on the view.
 
     """
 
@@ -27,7 +27,7 @@ class View:
         vars(self).update(attributes, view_target=target, view_read=view_read, view_computed={})
 
     def compute(self, name: str, value: Callable[[], Any]) -> None:
-        """Answer a read of `name` with a call of `value`."""
+        """Let reads of the attribute `name` return `value()`."""
         vars(self)["view_computed"][name] = value
 
     def __getattr__(self, name: str) -> Any:
@@ -52,13 +52,13 @@ def silent_logger(logger: Any) -> View:
 
 
 def _silent(name: str, value: Any) -> Any:
-    # Loggers call the handle of the service that they write to `experiment` or `run`.
+    # Loggers name the handle of their service `experiment` or `run`.
     return NOTHING if name in ("experiment", "run") or callable(value) else value
 
 
 @final
 class _Nothing:
-    """Accepts every use and does nothing."""
+    """Accepts any call and attribute access, and does nothing."""
 
     def _itself(self, *_: Any, **__: Any) -> Any:
         return self

@@ -13,10 +13,11 @@ from lightning_amp.scaling import Skip
 
 @final
 class HeldAverages:
-    """Holds `WeightAveraging.should_update(step_idx=...)` unless a step was applied since the last update.
+    """Holds back `WeightAveraging` updates unless a step was applied since the last update.
 
-    Updating an average reads its counter on the host anyway, so the host reads the flag too. It leaves
-    `StochasticWeightAveraging` alone, which averages once per epoch.
+    An update of an average waits for the device to read its counter anyway, so the host reads the skip flag as well.
+    For this, `should_update(step_idx=...)` returns `False`. `StochasticWeightAveraging` is left alone, because it
+    averages once per epoch.
     """
 
     def __init__(self, callbacks: list[Callback]) -> None:
@@ -25,7 +26,7 @@ class HeldAverages:
         self._held: list[tuple[Callback, type[Any], type[Any]]] = []
 
     def attach(self) -> None:
-        """Hold the averages, until :meth:`detach`."""
+        """Hold back the averages' updates, until :meth:`detach`."""
         averaging = [callback for callback in self._callbacks if _lightning.is_weight_averaging(callback)]
         self._held = [(callback, type(callback), self._hold(callback)) for callback in averaging]
 
@@ -33,17 +34,17 @@ class HeldAverages:
         return bool(self._held)
 
     def observe(self, skip: Skip) -> None:
-        """Count a step that was not skipped. The host knows already; see `SkipProtection.host_must_know`."""
+        """Count a step that was not skipped. The host already has the flag; see `SkipProtection.host_must_know`."""
         self._applied += not skip.wait()
 
     def _hold(self, callback: Any) -> type[Any]:
-        """Give a callback a class that holds it, and return that class."""
+        """Replace the class of a callback by a subclass that holds back its updates, and return that subclass."""
         base: type[Any] = type(callback)
         counted, averages = self._applied, self
 
         def should_update(this: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
             nonlocal counted
-            if step_idx is not None and averages._held:  # else a class that somebody derived from ours is still in use
+            if step_idx is not None and averages._held:  # otherwise a class that was derived from ours is still in use
                 if averages._applied == counted:
                     return False
                 counted = averages._applied
@@ -52,7 +53,7 @@ class HeldAverages:
         return _modules.swap_class(callback, {"should_update": should_update})
 
     def detach(self) -> None:
-        """Give callbacks their own classes back, unless somebody has given them another one since."""
+        """Restore the classes of the callbacks, unless other code has changed them since."""
         for callback, base, held in self._held:
             if type(callback) is held:
                 callback.__class__ = base

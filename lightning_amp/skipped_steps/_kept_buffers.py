@@ -1,4 +1,4 @@
-"""Restore buffers after a skipped step: normalisation statistics, and buffers that the user names.
+"""Restore buffers after a skipped step: normalisation statistics, and the buffers in `restore_buffers`.
 
 A forward that overflows would leave inf or NaN in BatchNorm's running mean forever. A window begins after each
 attempted step, so with accumulation it has several batches. Its buffers are copied when it opens (one copy for all
@@ -25,7 +25,7 @@ from lightning_amp.skipped_steps._snapshots import Buffers, Snapshot
 class _Closed:
     """No window: no training step has begun since the last attempt, or no optimizer step will follow.
 
-    `snapshot` has the current values if nobody has changed them since it was taken.
+    `snapshot` equals the current values if no code has changed them since it was taken.
     """
 
     snapshot: Snapshot | None = None
@@ -34,7 +34,10 @@ class _Closed:
 @final
 @dataclass(frozen=True)
 class _Open:
-    """A window, with the values from before it. `will_step`: it had a backward, so an optimizer step will follow."""
+    """An open window, with the values from before the window.
+
+    `will_step`: the window had a backward, so an optimizer step will follow.
+    """
 
     snapshot: Snapshot
     will_step: bool = False
@@ -42,31 +45,32 @@ class _Open:
 
 @final
 class KeptBuffers:
-    """Buffers of one kind, which stay as in a run that never drew the batches of skipped steps.
+    """Buffers of one kind. Their values are the same as in a run without the batches of skipped steps.
 
     `counted`: each write moves autograd's version counter, as in torch's own layers. User code may also write through
-    `.data`, which does not move it.
+    `.data`, which does not change the counter.
     """
 
     def __init__(self, places: Sequence[BufferPlace], *, counted: bool) -> None:
         self._places, self._counted = places, counted
         self._window: _Closed | _Open = _Closed()
-        self._had_backward = False  # in this training step
-        self._last_attempt: tuple[Snapshot, int] | None = None  # its values, and the version after it
-        self._spare: Snapshot | None = None  # is not needed any more; its memory is used again
+        self._had_backward = False  # whether this training step had a backward
+        # the values of the last attempt, and the version after it
+        self._last_attempt: tuple[Snapshot, int] | None = None
+        self._spare: Snapshot | None = None  # is not needed any more; its memory is reused
 
     def __bool__(self) -> bool:
         return bool(self._places)
 
     def enter_step(self) -> None:
         """Copy the buffers if a window opens with this training step."""
-        self.settle()  # the step before, if it had no backward: no flag will say whether it was finite
+        self.settle()  # the previous step, if it had no backward, because no flag will show whether it was finite
         if isinstance(self._window, _Closed):
             self._window = _Open(self._snapshot_now(self._window.snapshot))
         self._had_backward = False
 
     def note_backward(self) -> None:
-        """Note that the training step had a backward."""
+        """Record that the training step had a backward."""
         self._had_backward = True
         if isinstance(self._window, _Open) and not self._window.will_step:
             self._window = _Open(self._window.snapshot, will_step=True)
@@ -99,7 +103,7 @@ class KeptBuffers:
         """Restore buffers if the step was skipped. `inside_step`: more forwards may follow in this training step."""
         skip = result.skip
         if not skip.known:
-            self.settle()  # without a new backward, the flag says nothing about the forward
+            self.settle()  # without a new backward, the flag is not about the last forward
         basis = self._basis()
         if basis is None:
             return
@@ -121,7 +125,8 @@ class KeptBuffers:
         """Return the values from before the forward that belongs to this step; `None` if they are not known."""
         if self._last_attempt is not None and (self._counted or not self._had_backward):
             basis, version = self._last_attempt
-            if version == _version(self._buffers()):  # no forward since, as in: backward, backward, step, step
+            # no forward has run since, as in the order backward, backward, step, step
+            if version == _version(self._buffers()):
                 return basis
         return self._window.snapshot
 
@@ -139,10 +144,10 @@ class KeptBuffers:
         return kept
 
     def _buffers(self) -> Buffers:
-        # read anew each time, since SWA's BatchNorm update and user code replace the tensors
+        # read again each time, because SWA's BatchNorm update and user code replace the tensors
         return [place.read() for place in self._places]
 
 
 def _version(buffers: Buffers) -> int:
-    """Return a number that grows with every in-place change of any buffer, and changes when a buffer is replaced."""
+    """Return a number that increases with every in-place change of any buffer, and changes if a buffer is replaced."""
     return sum(_modules.version(b) for b in buffers if b is not None) + sum(map(id, buffers))

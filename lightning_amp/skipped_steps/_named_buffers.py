@@ -25,11 +25,11 @@ class BufferPlace:
         self.key = (id(owner), name)
 
     def read(self) -> Tensor | None:
-        """Return the tensor that is in this place now."""
+        """Return the buffer's present tensor."""
         return getattr(self._owner, self._name, None)
 
     def write(self, value: Tensor | None) -> None:
-        """Put another tensor into this place."""
+        """Replace the buffer's tensor."""
         setattr(self._owner, self._name, value)
 
 

@@ -18,15 +18,16 @@ from lightning_amp.skipped_steps._schedules import HeldSchedules
 
 @final
 class SkipProtection:
-    """Holds schedules and averaged weights, and restores buffers, after each skipped step.
+    """Holds back schedules and averaged weights, and restores buffers, after each skipped step.
 
     Args:
         module: The user's module.
         named: Buffers to restore besides the statistics of normalisation layers.
-        on: Whether steps may be skipped at all. If not, nothing is protected.
+        on: Whether steps may be skipped at all. If steps are never skipped, nothing is protected.
 
     Attributes:
-        active: Whether there is anything to protect. If not, callers need not call the other methods in each step.
+        active: Whether there is anything to protect. If there is nothing to protect, callers need not call the other
+            methods in each step.
 
     """
 
@@ -50,7 +51,7 @@ class SkipProtection:
         self.active = bool(self._schedules or self._averages or self._buffers)
 
     def host_must_know(self, optimizer: Optimizer) -> bool:
-        """Return whether the host must know of a skip right after the step of this optimizer."""
+        """Return whether the host needs the skip flag right after the step of this optimizer."""
         return bool(self._averages) or self._schedules.host_must_know(optimizer)
 
     @property
@@ -59,7 +60,7 @@ class SkipProtection:
         return bool(self._buffers)
 
     def enter_step(self, manual: bool, *, on: bool = True) -> None:
-        """Prepare for a training step. With `on=False` steps can no longer be skipped, so protect nothing."""
+        """Prepare for a training step. With `on=False`, steps can no longer be skipped, so nothing is protected."""
         if not on:
             if self._on:
                 self.detach()
@@ -70,16 +71,16 @@ class SkipProtection:
             buffers.enter_step()
 
     def leave_step(self) -> None:
-        """Note the end of a training step. In automatic optimization its backward and optimizer step come later."""
+        """Record the end of a training step. In automatic optimization its backward and optimizer step come later."""
         self._inside_manual_step = False
 
     def note_backward(self) -> None:
-        """Note that the training step had a backward, so an optimizer step will follow."""
+        """Record that the training step had a backward, so an optimizer step will follow."""
         for buffers in self._buffers:
             buffers.note_backward()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Settle the learning rate of an optimizer that is about to step."""
+        """Decide the pending schedule steps of an optimizer that is about to step."""
         self._schedules.before_step(optimizer)
 
     def observe(self, optimizer: Optimizer, result: StepResult) -> None:
@@ -99,13 +100,13 @@ class SkipProtection:
         """Replace non-finite values of an overflow in a checkpoint that is saved within a window.
 
         The run that loads the checkpoint cannot drop the window, since the checkpoint has no gradients. Finite values
-        stay, as in fp32. Entries are replaced, never written into. Waits for the device if a window is open.
+        stay, as in fp32. Entries are replaced, never written into. This waits for the device if a window is open.
         """
         for buffers in self._buffers:
             buffers.mend(state_dict)
 
     def detach(self) -> None:
-        """Give the user's objects back as they were."""
+        """Restore the user's objects."""
         self.settle()
         self._buffers = []
         self._on = self.active = False

@@ -18,15 +18,15 @@ from lightning_amp.scaling import Skip
 
 @final
 class HeldSchedules:
-    """Holds `scheduler.step()` if all steps of its optimizer since the scheduler's last step were skipped.
+    """Suppresses `scheduler.step()` if all steps of its optimizer since the scheduler's last step were skipped.
 
-    The rule serves schedules per step, with accumulation, and by hand per batch or epoch. Without any step in between
-    it does not hold, as in fp32. In automatic optimization, schedules with interval "epoch" and plateau schedules are
-    left alone.
+    This rule works for schedules per step, with accumulation, and for manual schedules per batch or epoch. If the
+    optimizer did not step in between, the scheduler steps, as in fp32. In automatic optimization, schedules with
+    interval "epoch" and plateau schedules are left alone.
 
-    If only the device knows whether a step was skipped, `scheduler.step()` is noted. It is decided just before the
-    optimizer's next step, or when somebody reads the rate through the scheduler. If callbacks or the module read the
-    rate between two steps, it is decided at once.
+    If only the device has the skip flag, `scheduler.step()` is noted. The noted step is decided just
+    before the optimizer's next step, or when code reads the rate through the scheduler. If callbacks or the module read
+    the rate between two steps, the step is decided at once.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -46,11 +46,11 @@ class HeldSchedules:
         return bool(self._tallies)
 
     def host_must_know(self, optimizer: Optimizer) -> bool:
-        """Return whether the host must know of a skip right after the step of this optimizer."""
+        """Return whether the host needs the skip flag right after the step of this optimizer."""
         return self._rate_read_between_steps and any(t.optimizer is optimizer for t in self._tallies.values())
 
     def attach(self) -> None:
-        """Hold all schedulers. The LR finder and `StochasticWeightAveraging` replace some during a fit."""
+        """Hold all schedulers. The LR finder and `StochasticWeightAveraging` replace some schedulers during a fit."""
         for config in self._strategy.lr_scheduler_configs:
             scheduler = config.scheduler
             if id(scheduler) in self._tallies or (self._automatic and config.interval != "step"):
@@ -65,19 +65,19 @@ class HeldSchedules:
             self._hook.install()
 
     def observe(self, optimizer: Optimizer, skip: Skip) -> None:
-        """Note whether a step was skipped."""
+        """Record whether a step was skipped."""
         for tally in self._tallies.values():
             if tally.optimizer is optimizer:
                 tally.skips.append(skip)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Decide the noted scheduler steps of an optimizer that is about to step, and needs its rate now."""
+        """Decide the noted scheduler steps of an optimizer that is about to step, and needs its learning rate now."""
         for held in self._held:
             if held.optimizer is optimizer:
                 held.resolve()
 
     def detach(self) -> None:
-        """Give schedulers back as they were."""
+        """Restore the schedulers."""
         if self._hook is not None:
             self._hook.restore()
         for held in self._held:
@@ -91,19 +91,19 @@ class _Tally:
     """The skips of one optimizer since its schedule last moved."""
 
     def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
-        self.scheduler = scheduler  # also keeps its `id` from being used again
+        self.scheduler = scheduler  # this reference also keeps the `id` from being reused
         self.optimizer = optimizer
         self.skips: list[Skip] = []
 
     def take(self) -> list[Skip]:
-        """Return the skips so far, and forget them."""
+        """Return the skips so far, and reset them."""
         skips, self.skips = self.skips, []
         return skips
 
 
 @final
 class HeldSchedulerHook(MethodOverride):
-    """Holds a user's `lr_scheduler_step`, which need not call `scheduler.step()` (timm has `step_update`)."""
+    """Suppresses a user's `lr_scheduler_step`, which may call other methods than `step()` (timm: `step_update`)."""
 
     def __init__(self, module: LightningModule, tallies: Mapping[int, _Tally]) -> None:
         super().__init__(module, "lr_scheduler_step")
@@ -121,8 +121,8 @@ class HeldSchedulerHook(MethodOverride):
 class _HeldSchedule:
     """One held scheduler.
 
-    While it is held, its class is a subclass that overrides `step`. The scheduler gets no attributes, since its
-    `state_dict` contains its whole `__dict__`.
+    The scheduler's class is replaced by a subclass that overrides `step`. The scheduler gets no new attributes, because
+    its `state_dict` contains its whole `__dict__`.
     """
 
     def __init__(self, scheduler: LRScheduler, tally: _Tally) -> None:
@@ -142,13 +142,13 @@ class _HeldSchedule:
 
             return method
 
-        # A checkpoint reads the optimizer's state, with its learning rate, before the scheduler's.
+        # A checkpoint reads the optimizer's state, with its learning rate, before the scheduler's state.
         self._hook = self.optimizer.register_state_dict_pre_hook(lambda _: held.resolve())
         members = {name: resolved(name) for name in ("state_dict", "load_state_dict", "get_last_lr")}
         self._class = _modules.swap_class(scheduler, {**members, "step": step}, before_pickle=self.resolve)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step unless all steps of the optimizer were skipped. If only the device knows, note the step."""
+        """Step unless all steps of the optimizer were skipped. If only the device has the flag, note the step."""
         self.resolve()
         skips = self._tally.take()
         known = [skip.known for skip in skips]
@@ -158,7 +158,7 @@ class _HeldSchedule:
             self._noted = (skips, args, kwargs)
 
     def resolve(self) -> None:
-        """Decide the noted step. Waits for the device."""
+        """Decide the noted step. This waits for the device."""
         if self._noted is None:
             return
         (skips, args, kwargs), self._noted = self._noted, None
@@ -167,7 +167,7 @@ class _HeldSchedule:
             kind.step(self._scheduler, *args, **kwargs)
 
     def close(self) -> None:
-        """Give the scheduler its own class back, unless somebody has given it another one since."""
+        """Restore the scheduler's class, unless other code has changed it since."""
         try:
             self.resolve()
         finally:

@@ -1,4 +1,4 @@
-"""Copy buffers, flat per device and dtype, and restore them."""
+"""Copy buffers into one flat tensor per device and dtype, and restore them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Snapshot:
         self.version = -1
 
     def is_of(self, buffers: Buffers) -> bool:
-        """Return whether it was made for exactly these tensors."""
+        """Return whether the snapshot was made of exactly these tensor objects."""
         return len(buffers) == len(self._buffers) and all(map(operator.is_, buffers, self._buffers))
 
     @torch.no_grad()
@@ -47,12 +47,12 @@ class Snapshot:
         return [self._copies[i].clone() if i in self._copies else None for i in range(len(self._buffers))]
 
     def is_finite(self) -> bool:
-        """Return whether all values are finite. Waits for the device."""
+        """Return whether all values are finite. This waits for the device."""
         return bool(all_finite(group.flat for group in self._groups))
 
     @torch.no_grad()
     def restore(self, places: Sequence[BufferPlace]) -> None:
-        """Restore the values. Where the tensor was replaced since, put the earlier tensor back."""
+        """Restore the values. Restore the earlier tensor object where it was replaced."""
         for group in self._groups:
             _torch.foreach_copy_(group.of(self._buffers), group.views)
         for place, buffer in zip(places, self._buffers, strict=True):
@@ -63,7 +63,7 @@ class Snapshot:
     def restore_where(self, places: Sequence[BufferPlace], skip: Skip, bad_loss: Skip = Skip.NO) -> None:
         """Restore all values if `skip`, or if `bad_loss` and the current values are not finite.
 
-        The device decides. The host waits for it only if a shape changed.
+        The device decides. The host waits for the flag only if a shape changed.
         """
         now = [place.read() for place in places]
         changed = [i for i, (new, old) in enumerate(zip(now, self._buffers, strict=True)) if new is not old]
@@ -87,7 +87,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore_unless_finite(self, places: Sequence[BufferPlace]) -> None:
-        """Restore the values if they were all finite, and the current ones are not."""
+        """Restore the values if all of them were finite, and the current values are not."""
         now = [b for place in places if (b := place.read()) is not None and b.is_floating_point()]
         before = [group.flat for group in self._groups if group.flat.is_floating_point()]
         if now and before:
@@ -107,7 +107,7 @@ class _Group:
         self.views = self.split(self.flat)
 
     def of(self, buffers: Buffers) -> list[Tensor]:
-        """Return the members of this group among all buffers."""
+        """Return the items of this group from a list with one item per buffer."""
         members = [buffers[i] for i in self.indices]
         return [member for member in members if member is not None]
 

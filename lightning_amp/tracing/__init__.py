@@ -1,4 +1,4 @@
-"""Find the first non-finite value of a forward and backward, and replay the step that had it. Plain torch.
+"""Find the first non-finite value of a forward and backward, and replay the step in which it occurred. Plain torch.
 
 Read `_diagnosis.py` first.
 """

@@ -30,12 +30,12 @@ def make_bundle(
 
     Args:
         module_state: The `state_dict` before the step.
-        batch: The batch as the step got it.
+        batch: The batch as passed to the step.
         batch_idx: Its index.
         random_state: The random generators before the step.
         scale: The loss scale of the step.
         loss_divisor: Divisor of the loss: the number of micro-batches per step.
-        report: Anything in plain types.
+        report: Further information in plain types.
 
     """
     cpu = torch.device("cpu")
@@ -52,11 +52,11 @@ def make_bundle(
 
 
 def load_bundle(bundle: str | os.PathLike[str] | Mapping[str, Any], weights_only: bool) -> Mapping[str, Any]:
-    """Return a bundle, loaded from its file to the CPU; a dictionary is returned as it is.
+    """Return a bundle, loaded from its file to the CPU; a dictionary is returned unchanged.
 
     Raises:
-        ValueError: If it is no bundle, if an entry is missing or of another type, or if its batch has classes that
-            cannot, or may not, be loaded.
+        ValueError: If it is not a bundle, if an entry is missing or of another type, or if its batch has classes that
+            cannot be loaded or must not be.
 
     """
     loaded: Any = bundle if isinstance(bundle, Mapping) else _load(bundle, weights_only)
@@ -77,7 +77,7 @@ def _load(path: str | os.PathLike[str], weights_only: bool) -> Any:
     with open_to_read(path, "binary", "bundle") as file:
         try:
             return torch.load(file, map_location="cpu", weights_only=weights_only)
-        except Exception as error:  # a damaged file makes torch raise almost anything
+        except Exception as error:  # for a damaged file, torch raises many kinds of exceptions
             raise _why_not_loaded(path, error, weights_only) from error
 
 

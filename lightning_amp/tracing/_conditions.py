@@ -26,8 +26,8 @@ class RandomState(NamedTuple):
 
     @classmethod
     def capture(cls, device_type: str) -> RandomState:
-        """Read the states (some 30 us; does not stop the device)."""
-        numpy: Any = sys.modules.get("numpy")  # if it is not imported, no code draws from it
+        """Copy the states (this takes some 30 us; it does not wait for the device)."""
+        numpy: Any = sys.modules.get("numpy")  # if NumPy is not imported, no code draws from it
         return cls(
             python=random.getstate(),
             numpy=None if numpy is None else numpy.random.get_state(),
@@ -122,7 +122,8 @@ def full_precision(device_type: str) -> Generator[None]:
             yield
     finally:
         for switch, precision in found:
-            # Reading resolves inheritance, so a switch that inherited its value inherits it again.
+            # Reading a switch resolves inheritance, so a switch that inherited its value must be made to inherit it
+            # again.
             switch.fp32_precision = "none"
             if switch.fp32_precision != precision:
                 switch.fp32_precision = precision

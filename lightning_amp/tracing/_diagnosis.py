@@ -1,4 +1,4 @@
-"""Name the module and the operation where a step overflowed, from one or two watched runs of the step."""
+"""Name the module and the operation in which a step overflowed, from one or two watched runs of the step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_amp.tracing._trace import Call, Trace, floating_in, magnitudes
 
 
 def diagnose(trace: Trace, loss: Tensor | None, batch: Any) -> Diagnosis:
-    """Find the module where the first non-finite value appeared. Waits for the device.
+    """Find the module where the first non-finite value appeared. This waits for the device.
 
     Args:
         trace: The trace of one forward, and of the backward of its scaled loss.
@@ -82,7 +82,7 @@ def _in_forward(call: Call, batch: Any) -> Diagnosis:
 
 
 def nonfinite_entries(values: Any) -> tuple[tuple[str, int], ...]:
-    """List path and number of non-finite values in nested containers: `(("['x']", 3),)`. Waits for the device."""
+    """List path and number of non-finite values in nested containers: `(("['x']", 3),)`. This waits for the device."""
     counts = ((path, int(count_nonfinite(tensor))) for path, tensor in floating_in(values))
     return tuple((path, count) for path, count in counts if count)
 
@@ -114,8 +114,8 @@ def blamed_in_half(half: OperationWatch, fp32: OperationWatch, made_loss: Operat
     A result that is not finite in fp32 either, although the fp32 loss is finite, is a mask and is not blamed.
 
     Args:
-        half: Watched the step as it was.
-        fp32: Watched the same step in fp32, and measured the operations that were not finite in `half`.
+        half: The watch of the step as it ran.
+        fp32: The watch of the same step in fp32, which measured the operations that were not finite in `half`.
         made_loss: The operation that made the non-finite loss; `None` blames the first non-finite operation.
 
     """
@@ -129,7 +129,7 @@ def blamed_in_half(half: OperationWatch, fp32: OperationWatch, made_loss: Operat
 
 
 def blamed_in_fp32(made_loss: OperationCall | None, bad: Iterable[OperationCall]) -> OperationCall | None:
-    """Find the operation that made a loss not finite, where precision does not matter.
+    """Find the operation to blame for a loss that is not finite in any precision.
 
     If the code wrote an infinity somewhere on purpose, blame the operation that turned it into NaN.
 
@@ -158,8 +158,8 @@ def operation(
     """Describe an operation, or its backward.
 
     Args:
-        module: The outermost module; it names the classes of its submodules.
-        found: The operation, from the step as it was; from the fp32 run if it is not finite there either.
+        module: The outermost module; the module whose submodules give the names of classes.
+        found: The operation, from the step as it ran; from the fp32 run if it is not finite there either.
         in_fp32: The same operation in fp32, if it was measured.
         bad: All operations of the same run with non-finite results.
 

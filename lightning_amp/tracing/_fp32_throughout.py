@@ -19,7 +19,7 @@ from lightning_amp.tracing._conditions import full_precision
 
 @contextmanager
 def fp32_throughout(device_type: str) -> Generator[None]:
-    """Compute in :func:`full_precision`, and in float32 where the code asks for half precision.
+    """Compute in :func:`full_precision`, and in float32 where the code requests half precision.
 
     A cast to half precision (`x.half()`, `x.to(weight.dtype)`, the user's own autocast region) leaves the values as
     they are. New half-precision tensors are made in float32. A half-precision tensor from elsewhere enters each
@@ -47,21 +47,22 @@ class _WithoutHalves(_modules.DispatchMode):
             return func(*args, **kwargs)
         fp32_args = [a if i in kept else _in_fp32(a) for i, a in enumerate(args)]
         fp32_kwargs = {name: a if name in kept else _in_fp32(a) for name, a in kwargs.items()}
-        # Our function modes have seen torch's own operations already. Operations of others may run Python code.
+        # Our function modes have already seen torch's own operations. Custom operations may run Python code.
         with _modules.outside_function_modes() if getattr(func, "namespace", "") == "aten" else nullcontext():
             result = func(*fp32_args, **fp32_kwargs)
         if getattr(func, "overloadpacket", None) is torch.ops.aten.to and result is args[0]:
-            # In inference mode a cast is one operation. The cast that was left out must be a copy: code may edit it.
+            # In inference mode, a cast is a single operation. If a requested copy is left out with its cast, copy the
+            # tensor, because code may edit it.
             return result.clone()
         return result
 
 
 @functools.cache
 def _kept(func: Any) -> frozenset[int | str] | None:
-    """Return the arguments of an operation that keep their dtype; `None` if it runs as it is.
+    """Return the arguments of an operation that keep their dtype; `None` if the operation runs unchanged.
 
-    A view as another dtype reads bits. Operations between ranks write arguments that their schema does not mark. Random
-    numbers differ between dtypes.
+    A view as another dtype reinterprets bits, so its argument must keep its dtype. Operations between ranks write
+    arguments that their schema does not mark. Random numbers differ between dtypes.
     """
     if _is_drawn(func) or func is torch.ops.aten.view.dtype or getattr(func, "namespace", "") == "c10d":
         return None
@@ -72,8 +73,8 @@ def _kept(func: Any) -> frozenset[int | str] | None:
 class Fp32Draws(_modules.DispatchMode):
     """Context that draws random numbers for a half-precision tensor in float32, and rounds them.
 
-    On the CPU `torch.randn_like(x)` draws other numbers for another dtype of `x`. Without this context a step in mixed
-    precision and the same step in fp32 would differ by that noise.
+    On the CPU, the numbers that `torch.randn_like(x)` draws depend on the dtype of `x`. Without this context a step in
+    mixed precision and the same step in fp32 would differ by that noise.
     """
 
     supports_higher_order_operators = True
@@ -84,7 +85,7 @@ class Fp32Draws(_modules.DispatchMode):
         like = args[0] if args else None
         if not isinstance(like, Tensor) or like.dtype not in HALF_DTYPES or not _is_drawn(func):
             return func(*args, **kwargs)
-        if kwargs.get("dtype") is not None:  # the same in both precisions
+        if kwargs.get("dtype") is not None:  # the same numbers in both precisions
             return func(*args, **kwargs)
         if func.overloadpacket.__name__.endswith("_like"):
             return func(like.float(), *args[1:], **kwargs).to(like.dtype)

@@ -74,7 +74,8 @@ class Beside:
     written: str  # torch's own name of the operation: `"__truediv__"`
     # The result is a single number (a loss, a count), or a decision (an index) which the smallest error may change.
     is_blameless: bool
-    takes_exact: bool  # an input with several values comes from no operation: the batch, not a parameter
+    # an input with several values was not made by an operation: it is from the batch, not a parameter
+    takes_exact: bool
     is_bad: bool  # a value of the result is NaN or plus infinity
     takes_bad: bool  # a value of an input is
     output: Tensor | None = None  # a copy of the result, in the reference run
@@ -83,7 +84,7 @@ class Beside:
 
 
 FUNCTION = "a Function"
-"""`known_as` of an autograd Function of the user's own: the meaning of its arguments is unknown."""
+"""The value of `known_as` for an autograd Function of the user. The meaning of its arguments is unknown."""
 
 
 @final
@@ -102,7 +103,7 @@ class OperationCall:
     beside: Beside | None = None
     dtype: torch.dtype | None = None
     sources: list[OperationCall] = field(default_factory=list)  # operations whose non-finite results it takes
-    takes_nonfinite: bool = False  # an input is not finite, whatever made it
+    takes_nonfinite: bool = False  # whether an input is not finite, whether an operation made it or not
     num_nonfinite: int = 0  # number of non-finite values in the result
     makes_nan: bool = False  # the result has NaN or plus infinity; masks have minus infinity on purpose
     shape: tuple[int, ...] = ()
@@ -112,16 +113,16 @@ class OperationCall:
 
     @property
     def name(self) -> str:
-        """Return its plain name: `"div"`."""
+        """Return the operation's plain name: `"div"`."""
         return self.key.name
 
     def gives(self, dtype: torch.dtype) -> None:
-        """Note the dtype of the result, without waiting for the result."""
+        """Record the dtype of the result, without waiting for the result."""
         self.dtype = dtype
 
     @torch.no_grad()
     def measure(self, inputs: list[Tensor], outputs: list[Tensor], args: Any, kwargs: Any) -> None:
-        """Measure its results and inputs. Waits for the device."""
+        """Measure the results and inputs of the operation. This waits for the device."""
         values = [dense(t.detach()) for t in outputs]
         self.num_nonfinite = sum(int((~torch.isfinite(v)).sum()) for v in values)
         self.makes_nan = any(bool((torch.isnan(v) | torch.isposinf(v.real)).any()) for v in values)
@@ -132,7 +133,7 @@ class OperationCall:
         self.facts = facts_of(self.known_as, args, kwargs)
 
     def came_from(self, calls: Iterable[OperationCall | None]) -> None:
-        """Note the operations that made its non-finite inputs."""
+        """Record the operations that made the non-finite inputs."""
         self.sources = list({id(c): c for c in calls if c is not None and c is not self}.values())
 
     @property
@@ -142,7 +143,7 @@ class OperationCall:
 
     @property
     def chain(self) -> list[OperationCall]:
-        """Return all operations that its non-finite values went through, in order; itself last."""
+        """Return all operations through which its non-finite values went, in order; itself last."""
         found: dict[int, OperationCall] = {self.number: self}
         queue: list[OperationCall] = [self]
         while queue:
@@ -159,14 +160,14 @@ class BackwardCall:
     """The backward of an operation, where the first non-finite gradient appeared."""
 
     call: OperationCall
-    is_sum: bool  # the gradient that arrived was not finite already: finite gradients added up to it
+    is_sum: bool  # the arriving gradient was already not finite, because finite gradients added up to it
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     largest: float | None  # largest finite magnitude of the gradients that arrived
 
 
 def facts_of(name: str, args: Any, kwargs: Any) -> Facts:
-    """Return the special values among the arguments of an operation. Waits for the device."""
+    """Return the first kind of special values found among the arguments of an operation. This waits for the device."""
     tensors = [t for t in args if isinstance(t, Tensor)]
     first, named = tensors[0] if tensors else None, plain(name)
     if first is not None and name in REDUCTIONS and first.numel() == 0:
@@ -249,12 +250,12 @@ def _num_reduced(value: Tensor, args: Any, kwargs: Any) -> int:
 
 
 def _facts_where(kind: FactKind, flags: Tensor) -> Facts:
-    """Return index and number of the values that are flagged; nothing special if none is."""
+    """Return index and number of the flagged values; a result without special values if none is flagged."""
     count = int(flags.sum())
     return Facts(kind, tuple(flags.nonzero()[0].tolist()), count) if count else Facts()
 
 
 def largest_of(tensors: list[Tensor]) -> float | None:
-    """Return the largest finite magnitude of some tensors; `None` without values. Waits for the device."""
+    """Return the largest finite magnitude of some tensors; `None` without values. This waits for the device."""
     found = [float(largest_finite(t)) for t in tensors if t.numel()]
     return max(found, default=None)

@@ -35,31 +35,31 @@ from lightning_amp.tracing._places import running_code
 from lightning_amp.tracing._trace import floating, shape_of
 
 Edit = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Does the work of an operation in another way: gets the operation and its arguments, returns the result."""
+"""A replacement for an operation: it is called with the operation and its arguments, and returns the result."""
 
 _MAX_BYTES = 2**32
-"""Memory for copies of results; operations that run after it is used up are not compared."""
+"""Memory for copies of results; operations that run after this memory is used up are not compared."""
 
 
 @final
 class OperationWatch(TorchFunctionMode):
     """Context that watches operations of torch on tensors, and their backwards.
 
-    It sees calls as the code makes them, and nothing inside an operation such as `cross_entropy` or the forward of
-    an autograd Function.
+    It sees the calls in the code, but nothing inside an operation such as `cross_entropy` or the forward of an autograd
+    Function.
 
     Args:
-        module: The outermost module, for the names of modules; `None` if `running` has them.
-        boundary: File of the code that runs the step; callers of that file do not count as places.
+        module: The outermost module, for the names of modules; `None` if `running` provides the names.
+        boundary: File of the code that runs the step; callers of that file are not reported as places.
         wanted: Operations to measure although their results are finite.
         edits: Replacements for some operations, by name and place.
         only_edits: Apply the edits and watch nothing.
-        running: Names of the modules that are running now, outermost first. With it, every result is kept for a
+        running: Names of the running modules, outermost first. With it, every result is kept for a
             comparison, and nothing else is watched.
-        reference: A watch of the same step in fp32: compare each result with the one that it kept.
+        reference: A watch of the same step in fp32: compare each result with the result that it kept.
 
-    Cost: each result is read by the host, some 30 us an operation and 10 us a node of its backward. For looking into a
-    failure, not for every step.
+    Cost: each result is read by the host, some 30 us an operation and 10 us a node of its backward. Use it to analyse a
+    failed step, not in every step.
 
     """
 
@@ -78,7 +78,7 @@ class OperationWatch(TorchFunctionMode):
         module = module or nn.Identity()
         self.calls: list[OperationCall] = []  # all operations of a comparison, in order
         self.bad: list[OperationCall] = []  # operations of the forward with non-finite results, in order
-        self.bad_in_backward: list[OperationCall] = []  # the same in a backward, in the user's own Functions
+        self.bad_in_backward: list[OperationCall] = []  # the same in the backward of the user's own Functions
         self.measured: dict[Key, OperationCall] = {}  # wanted operations, finite or not; all in a comparison
         self.first_backward: BackwardCall | None = None  # the first with a non-finite gradient, of a finite loss
         self.made_loss: OperationCall | None = None  # the operation that made the first non-finite loss
@@ -93,7 +93,7 @@ class OperationWatch(TorchFunctionMode):
         self._number = 0
         self._num_bytes = 0
         self._made = WeakTensorKeyDictionary()  # the operation that made a tensor
-        self._made_bad = WeakTensorKeyDictionary()  # the same for tensors that are not finite
+        self._made_bad = WeakTensorKeyDictionary()  # the same, only for tensors that are not finite
         self._of_gradients = WeakTensorKeyDictionary()  # non-finite tensors that the step's code computed from `.grad`
         self._by_storage: dict[int, OperationCall] = {}
         self._nodes: dict[Any, OperationCall] = {}
@@ -109,7 +109,7 @@ class OperationWatch(TorchFunctionMode):
             held.clear()
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note the operation that made a loss, before its backward, if this is the first non-finite loss."""
+        """Record the operation that made a loss, before its backward, if this is the first non-finite loss."""
         if self.made_loss is None and not is_finite(loss):
             self.made_loss = self.maker(loss)
 
@@ -167,7 +167,7 @@ class OperationWatch(TorchFunctionMode):
     def _before(
         self, key: Key, module: str | None, known: Known, args: Any, kwargs: Any
     ) -> tuple[OperationCall, list[Tensor]]:
-        """Note an operation that is about to run; return it and its inputs, with copies of those it overwrites."""
+        """Record an operation that is about to run; return it and its inputs, with copies of those it overwrites."""
         inputs = floating(args, kwargs)
         self._claim_inputs(inputs, key.place)
         pole = pole_of(known.known_as, args, kwargs)
@@ -194,13 +194,13 @@ class OperationWatch(TorchFunctionMode):
         self, call: OperationCall, inputs: list[Tensor], outputs: list[Tensor], args: Any, kwargs: Any
     ) -> None:
         call.measure(inputs, outputs, args, kwargs)
-        taken = floating(args, kwargs)  # as they are now, where `inputs` has copies of their values before
+        taken = floating(args, kwargs)  # the present tensors, where `inputs` has copies of their earlier values
         if call.takes_nonfinite:
             pairs = zip(inputs, taken, strict=True)
             call.came_from(self.maker(tensor) for before, tensor in pairs if not is_finite(before))
         if call.key in self._wanted:
             self.measured[call.key] = call
-        if call.num_nonfinite and any(map(self._is_of_gradients, taken)):  # norms, clipping, logging: no cause
+        if call.num_nonfinite and any(map(self._is_of_gradients, taken)):  # norms, clipping and logging are not causes
             self._of_gradients.update(dict.fromkeys(outputs, call))
         elif call.num_nonfinite:
             (self.bad_in_backward if self._in_backward else self.bad).append(call)
@@ -217,11 +217,11 @@ class OperationWatch(TorchFunctionMode):
     def _beside_reference(self, key: Key, known: Known, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation and keep its result, or compare it with the reference."""
         taken = _dense(tensor for _, tensor in tensors_in([args, kwargs]))
-        takes_bad = any(map(_is_bad, taken))  # before an operation in place
+        takes_bad = any(map(_is_bad, taken))  # copied before an in-place operation
         makers = self._made_by(taken)
         result = func(*args, **kwargs)
         outputs = _dense(result if isinstance(result, (tuple, list)) else [result])
-        if not outputs or key.place is None:  # without a place: in the hooks of Lightning
+        if not outputs or key.place is None:  # operations without a place run in Lightning's hooks
             return result
         made, copied, sums, fp32_run = outputs[0], None, None, None
         if self._reference is None:
@@ -274,7 +274,7 @@ class OperationWatch(TorchFunctionMode):
             queue += [inner for inner, _ in node.next_functions]
 
     def note_backward(self, call: OperationCall, computed: Any, arrived: Any) -> None:
-        """Note the backward of a node if its gradient is the first that is not finite."""
+        """Record the backward of a node if its gradient is the first that is not finite."""
         if self.first_backward is not None or self.made_loss is not None:
             return
         with _modules.outside_function_modes(), _modules.outside_transforms():
@@ -286,7 +286,7 @@ class OperationWatch(TorchFunctionMode):
 
 
 def _note_backward(watch: weakref.ref[OperationWatch], call: OperationCall, computed: Any, arrived: Any) -> None:
-    """Call :meth:`OperationWatch.note_backward`, unless the graph has outlived the watch."""
+    """Call :meth:`OperationWatch.note_backward`, unless the watch no longer exists."""
     if (found := watch()) is not None:
         found.note_backward(call, computed, arrived)
 

@@ -31,13 +31,13 @@ _COMPUTES_NOTHING = {
 ROOTS = {"sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "reciprocal", "div", "norm", "vector_norm", "std",
          "normalize", "cosine_similarity", "cdist", "pairwise_distance", "float_power", "acos", "asin", "atanh",
          "atan2", "xlogy", "logit"}  # fmt: skip
-"""Operations that are not finite, or have no finite derivative, where an argument is 0 or at another pole."""
+"""Operations whose result or derivative is not finite where an argument is 0 or at another pole."""
 ENDS_AT_ONE = {"acos", "asin", "atanh"}
 """Operations whose derivative is infinite at 1 and -1."""
 ONE_SIDED = {"sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "logit", *ENDS_AT_ONE}
-"""Operations that are NaN on one side of their pole."""
+"""Operations whose result is NaN on one side of their pole."""
 POLES = {"log", "log2", "log10", "logit", "xlogy", "div", "reciprocal"}
-"""Operations whose minus infinity is no mask."""
+"""Operations whose result of minus infinity is not a mask."""
 NORMS = {"norm", "vector_norm"}
 EXPONENTIALS = {"exp", "expm1", "exp2", "cosh", "sinh"}
 REDUCTIONS = {"mean", "std", "var", "max", "min", "amax", "amin", "nanmean", "median", "mse_loss", "l1_loss",
@@ -45,7 +45,7 @@ REDUCTIONS = {"mean", "std", "var", "max", "min", "amax", "amin", "nanmean", "me
               "binary_cross_entropy_with_logits", "kl_div", "triplet_margin_loss", "norm"}  # fmt: skip
 SUMS = {"sum", "cumsum", "nansum"}
 SUMMING = ("sum", "logsumexp", "mean")
-"""Operations that add up what an exponential made."""
+"""Operations that add up exponentials."""
 SOFTMAXES = {"softmax", "log_softmax", "logsumexp", "cross_entropy", "scaled_dot_product_attention",
              "multi_head_attention_forward", "softmin", "gumbel_softmax"}  # fmt: skip
 ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
@@ -65,7 +65,7 @@ class Known(NamedTuple):
     """One function of torch in this table.
 
     Attributes:
-        name: The name that users know: `"div"`, in place `"div_"`.
+        name: The name in user code: `"div"`, in place `"div_"`.
         known_as: The operation that has its arguments: `1 / x` is a `"div"` with the arguments of `"reciprocal"`.
         written: Torch's own name: `"__truediv__"`.
 
@@ -79,7 +79,7 @@ class Known(NamedTuple):
 
 @functools.cache
 def known_operation(func: Any) -> Known | None:
-    """Look up a function of torch; `None` if it computes nothing."""
+    """Look up a function of torch; `None` if the function computes nothing."""
     written = str(getattr(func, "__name__", func))
     in_place = written.endswith("_") and not written.endswith("__")
     name = written.strip("_")
@@ -100,10 +100,10 @@ class Domain(NamedTuple):
     """The domain of an operation, in words.
 
     Attributes:
-        end: Arguments where it, or its derivative, is not finite.
-        outside: Arguments where it is NaN.
-        inside: Arguments where it and its derivative are finite.
-        clamp: Arguments of `.clamp` that keep its argument inside.
+        end: Arguments where the result, or the derivative, is not finite.
+        outside: Arguments where the result is NaN.
+        inside: Arguments where the result and the derivative are finite.
+        clamp: Arguments of `.clamp` that keep the operation's argument inside that domain.
 
     """
 

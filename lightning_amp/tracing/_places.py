@@ -1,4 +1,4 @@
-"""Find the running line of the user's code, and the module that it belongs to."""
+"""Find the running line of the user's code, and its module."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ASKING = {f"{_ROOMS}/tracing/_operation_watch.py", __file__}
 _OPTIMIZERS = str(Path(str(torch.optim.__file__)).parent)
 _MODES = {"__torch_function__", "__torch_dispatch__"}
 _CALLING = nn.Module.__call__.__code__.co_filename
-"""File of the wrappers around each forward, which is no code of the module."""
+"""The file of our wrappers around each forward. Its code does not belong to the module."""
 
 
 def user_place(boundary: str) -> Place | None:
     """Return the innermost line outside of torch, Lightning and this package; `None` without one.
 
     Args:
-        boundary: File where the search ends; its callers do not count.
+        boundary: File where the search ends; callers of that file are not searched.
 
     """
     frames = (frame for frame in _frames(boundary) if is_users(frame.f_code.co_filename))
@@ -38,7 +38,7 @@ def running_place(boundary: str) -> tuple[Place | None, bool]:
     """Return the innermost line outside of torch, and whether it is the user's.
 
     Args:
-        boundary: File where the search ends; its callers do not count.
+        boundary: File where the search ends; callers of that file are not searched.
 
     """
     for frame in _frames(boundary):
@@ -52,11 +52,12 @@ def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None,
     """Return the innermost line of the user's code, and the innermost module with a running method.
 
     Args:
-        names: Qualified names of modules, by their `id`; if empty, no module is looked for.
-        boundary: File where the search ends; its callers do not count.
+        names: Qualified names of modules, by their `id`; if empty, no module is searched for.
+        boundary: File where the search ends; callers of that file are not searched.
 
     Returns:
-        Line and module, each `None` if there is none; `None` alone if no user code runs, or if this package measures.
+        Line and module, each `None` if there is none; `None` instead of the pair if no user code runs, or if this
+        package is measuring.
 
     """
     place: Place | None = None
@@ -72,7 +73,7 @@ def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None,
         if place is None and is_users(file) and code.co_name not in _MODES:
             place = Place(file, frame.f_lineno)
         if seeks_module and code.co_argcount and file != _CALLING:
-            first = frame.f_locals.get(code.co_varnames[0])  # `self`, by whatever name
+            first = frame.f_locals.get(code.co_varnames[0])  # `self`, even if it has another name
             if isinstance(first, nn.Module) and (module := names.get(id(first))) is not None:
                 seeks_module = False
         if place is not None and not seeks_module:

@@ -32,7 +32,8 @@ class Replay:
         diagnosis: The first non-finite value and its cause, which is `"none"` if everything was finite.
         parameters: Names of the parameters whose gradients are not finite.
         headroom_bits: How often the scale could be doubled before the largest scaled gradient of a parameter overflows
-            in fp16; negative if it overflows already. Meaningful if the gradients are finite, above all in fp32.
+            in fp16; negative if it overflows already. It is meaningful only if the gradients are finite, so above all
+            in fp32.
 
     """
 
@@ -67,8 +68,8 @@ def replay(
     Args:
         bundle: A bundle of `OverflowLocator(save_bundles=True)`: its path or URL, or the loaded dictionary.
         module_fn: A function that makes a module for the saved state; or a module, which is copied.
-        step: Gets the module and the batch, returns the loss, or a mapping with it under `"loss"`. `None` calls
-            `module.training_step(batch, batch_idx)`, and drops what it logs.
+        step: Called with the module and the batch. It returns the loss, or a mapping with the loss under `"loss"`.
+            `None` calls `module.training_step(batch, batch_idx)`, and drops what it logs.
         precision: `"fp32"`, `"fp16"`, `"bf16"` or their dtypes.
         scale: The loss scale. `None` takes the scale of the failed step, in fp32 too: an fp32 replay then shows how far
             the gradients exceed fp16.
@@ -77,10 +78,11 @@ def replay(
             tensors, numbers, strings and plain containers: NumPy arrays, a dataclass, a `BatchEncoding`.
 
     Raises:
-        ValueError: If the bundle is none, is damaged or cannot be loaded, or for any other precision.
+        ValueError: If `bundle` is not a bundle, is damaged or cannot be loaded, or if the precision is not one of
+            these.
         OSError: If there is no such file.
         ImportError: If the driver of its URL is not installed.
-        TypeError: If `module_fn` gives no module, or the step returns no loss.
+        TypeError: If `module_fn` does not return a module, or the step does not return a loss.
 
     """
     loaded = load_bundle(bundle, weights_only)

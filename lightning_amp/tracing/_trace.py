@@ -48,7 +48,7 @@ _SCALARS = (float, int, str, type(None), torch.dtype, torch.device)
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape; a nested tensor has none, so return the shape of its values."""
+    """Return the shape; a nested tensor has no single shape, so the shape of its values is returned."""
     return tuple(dense(tensor).shape if tensor.is_nested else tensor.shape)
 
 
@@ -59,7 +59,7 @@ class Call:
 
     name: str
     module: nn.Module
-    number: int  # of forwards that began before it
+    number: int  # number of forwards that began before this one
     outputs: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)  # dtype and shape
     input_ends: list[Tensor] = field(default_factory=list)  # smallest and largest value of each input
     output_ends: list[Tensor] = field(default_factory=list)  # smallest and largest value of each output
@@ -67,12 +67,12 @@ class Call:
 
     @property
     def takes_nonfinite(self) -> bool:
-        """Return whether an input was not finite. Waits for the device."""
+        """Return whether an input was not finite. This waits for the device."""
         return not all(map(math.isfinite, _read(self.input_ends)))
 
     @property
     def largest_input(self) -> float | None:
-        """Return the largest finite magnitude of the inputs; `None` without any. Waits for the device."""
+        """Return the largest finite magnitude of the inputs; `None` without any. This waits for the device."""
         return max(_read(self.input_sizes), default=None)
 
 
@@ -92,7 +92,7 @@ class Arrival:
     """A gradient that a backward computed."""
 
     place: GradientPlace
-    call: Call | None  # the forward whose output or input it belongs to; `None` for a parameter
+    call: Call | None  # the forward that has the tensor as output or input; `None` for a parameter
     ends: tuple[Tensor, ...]  # its smallest and largest value
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -101,12 +101,12 @@ class Arrival:
 
     @property
     def largest(self) -> Tensor:
-        """Return its largest magnitude, [], float32; NaN if one is, 0 without values. On the device."""
+        """Return its largest magnitude, [], float32; NaN if a value is NaN, 0 without values. On the device."""
         return torch.stack([end.float() for end in self.ends]).abs().max() if self.ends else torch.zeros(())
 
     @property
     def in_half(self) -> bool:
-        """Return whether it, or for an input also an output of the module, is in half precision."""
+        """Return whether the gradient, or for an input also an output of the module, is in half precision."""
         outputs = self.call.outputs if self.place.where == "input" and self.call is not None else []
         return any(dtype in HALF_DTYPES for dtype in (self.dtype, *(dtype for dtype, _ in outputs)))
 
@@ -116,7 +116,7 @@ class Trace(TorchFunctionMode):
     """Context that watches the forwards and backwards of `module`. It removes all its hooks at the end.
 
     Args:
-        module: Watched with all its submodules; it must not be compiled.
+        module: The module to watch, with all its submodules; it must not be compiled.
         values: Also measure the inputs and outputs of each forward. `False` measures gradients only.
 
     Cost: one pass over every input, output and gradient. For looking into a failure, not for every step.
@@ -128,7 +128,7 @@ class Trace(TorchFunctionMode):
         self.module = module
         self.calls: list[Call] = []  # in the order in which they ended
         self.arrivals: list[Arrival] = []  # in the order in which they were computed
-        self.owners: dict[str, tuple[str, nn.Module]] = {}  # for each parameter its module, with name
+        self.owners: dict[str, tuple[str, nn.Module]] = {}  # the module of each parameter, with its name
         # Outermost modules that TorchScript compiled: only gradients of their parameters are watched.
         self.unseen: list[str] = []
         self._values = values
@@ -142,14 +142,14 @@ class Trace(TorchFunctionMode):
         watched: set[nn.Parameter] = set()
         for full_name, module in self.module.named_modules():
             name = _modules.plain_name(full_name)
-            if isinstance(module, torch.jit.ScriptModule):  # they take no hooks
+            if isinstance(module, torch.jit.ScriptModule):  # TorchScript modules accept no hooks
                 if not any(name.startswith(f"{outer}.") for outer in self.unseen):
                     self.unseen.append(name)
             else:
                 self._handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
                 self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
             for own_name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and parameter not in watched:  # two modules may share it
+                if parameter.requires_grad and parameter not in watched:  # two modules may share the parameter
                     watched.add(parameter)
                     parameter_name = f"{name}.{own_name}" if name else own_name
                     self.owners[parameter_name] = name, module
@@ -191,7 +191,7 @@ class Trace(TorchFunctionMode):
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._in_backward or not self._open:
             return
-        # A forward that raised, and whose exception the user caught, never got here.
+        # This line is not reached by a forward that raised an exception which the user caught.
         while self._open and self._open[-1].module is not module:
             self._open.pop()
         if not self._open:
@@ -231,10 +231,11 @@ class Trace(TorchFunctionMode):
         return {arrival.place for arrival in self.arrivals if arrival.in_half and not arrival.is_inner}
 
     def gradients_in_half(self, half_places: set[GradientPlace]) -> list[Arrival]:
-        """Return the gradients that fp16 would have to hold: of parameters, and at `half_places`.
+        """Return the gradients that have to fit into fp16: gradients of parameters, and gradients at `half_places`.
 
-        Without `half_places`, from a run in fp32, all gradients count but gradients of scalars: the gradient of a loss
-        is fp32, and as large as the scale. Inner gradients do not count, because the scale does not multiply them.
+        Without `half_places`, from a run in fp32, all gradients count except gradients of scalars, because the gradient
+        of a loss is fp32, and as large as the scale. Inner gradients do not count, because the scale does not multiply
+        them.
         """
         return [
             arrival
@@ -244,7 +245,7 @@ class Trace(TorchFunctionMode):
         ]
 
     def first_bad_call(self, *, overflowed: bool = False) -> Call | None:
-        """Find the first forward with a non-finite output. Waits for the device.
+        """Find the first forward with a non-finite output. This waits for the device.
 
         With `overflowed` minus infinity does not count: masks have it on purpose.
         """
@@ -255,9 +256,9 @@ class Trace(TorchFunctionMode):
     def first_bad_arrival(self) -> Arrival | None:
         """Find the first gradient that is not finite, and the module whose backward computed it.
 
-        An output of one module that is the input of the next has one gradient and two arrivals. The backward of the
-        next module computed it, so its arrival is returned; the innermost module's, if several contain it. Waits for
-        the device.
+        If an output of one module is the input of the next, its gradient is recorded for both modules. The backward of
+        the next module computed it, so the record of the next module is returned; if several nested modules have a
+        record, the innermost module's is returned. This waits for the device.
         """
         index = _first([arrival.ends for arrival in self.arrivals], math.isfinite)
         if index is None:
@@ -273,7 +274,10 @@ class Trace(TorchFunctionMode):
 
 
 def magnitudes(arrivals: Sequence[Arrival]) -> list[float]:
-    """Return the largest magnitude of each gradient that has values, NaN if one is. Waits for the device once."""
+    """Return the largest magnitude of each gradient that has values, NaN if a value is NaN.
+
+    This waits for the device once.
+    """
     ends = [end for arrival in arrivals for end in arrival.ends]
     return stack_scalars(ends).view(-1, 2).abs().amax(1).tolist() if ends else []
 
@@ -283,7 +287,7 @@ def _read(scalars: Sequence[Tensor]) -> list[float]:
 
 
 def _first(ends: Sequence[Sequence[Tensor]], is_good: Callable[[float], bool]) -> int | None:
-    """Return the index of the first item with a bad end. Waits for the device once."""
+    """Return the index of the first item whose smallest or largest value is bad. This waits for the device once."""
     owners = [i for i, own in enumerate(ends) for _ in own]
     values = _read([end for own in ends for end in own])
     return next((i for i, value in zip(owners, values, strict=True) if not is_good(value)), None)

@@ -1,4 +1,4 @@
-"""Each entry of `_compat` says when it can go, and none asks which version of torch or Lightning is installed."""
+"""Each entry of `_compat` says when to remove it, and none asks which version of torch or Lightning is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from support.source import PACKAGE, Finding, Function, Guard, Package, Source, findings, new_findings
 
-CAN_GO = re.compile(r"\bcan go (when|with `(\w+)`)", re.IGNORECASE)
+REMOVAL = re.compile(r"\bremove (when|with `(\w+)`)", re.IGNORECASE)
 A_VERSION = re.compile(r"__version__|version_info|\bVersion\(|metadata\.version\(")
 VERSION = re.compile(r"\b(torch|Lightning|torchmetrics|Python) \d+\.\d+")
 
@@ -39,14 +39,14 @@ def entries(source: Source) -> Iterator[tuple[ast.stmt, str, str]]:
 
 
 def without_an_end(package: Package) -> Iterator[Finding]:
-    """Return the entries that say neither when they can go nor which existing entry they go with."""
+    """Return the entries that say neither when to remove them nor with which existing entry."""
     for source in package:
         if source.room == "_compat":
             names = {name for _, name, _ in entries(source)}
             for node, name, text in entries(source):
-                found = CAN_GO.search(text)
+                found = REMOVAL.search(text)
                 if found is None or (found[2] and found[2] not in names - {name}):
-                    yield Finding(source.path, node.lineno, f"{name} does not say when it can go")
+                    yield Finding(source.path, node.lineno, f"{name} does not say when to remove it")
 
 
 def asks_for_a_version(package: Package) -> Iterator[Finding]:
@@ -109,11 +109,11 @@ def test_there_are_entries() -> None:
     [
         "def entry(): ...",
         'def entry():\n    """Do it. No public way."""',
-        "# Can go when torch has one.\n\n\ndef entry(): ...",  # a section's comment, not the entry's own
-        "# Can go when torch has one.\n\nCONSTANT = 1",
-        'class Entry:\n    def f(self):\n        """Can go when torch has one."""',
-        'def entry():\n    """Do it. Can go with `other`."""',
-        'def entry():\n    """Do it. Can go with `entry`."""',
+        "# Remove when torch has one.\n\n\ndef entry(): ...",  # a section's comment, not the entry's own
+        "# Remove when torch has one.\n\nCONSTANT = 1",
+        'class Entry:\n    def f(self):\n        """Remove when torch has one."""',
+        'def entry():\n    """Do it. Remove with `other`."""',
+        'def entry():\n    """Do it. Remove with `entry`."""',
     ],
 )
 def test_an_entry_without_an_end_is_found(text: str) -> None:
@@ -123,13 +123,13 @@ def test_an_entry_without_an_end_is_found(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        'def entry():\n    """Do it.\n\n    It can go\n    when torch has one.\n    """',
-        "# Can go when torch has one.\n@cache\ndef entry(): ...",
-        'CONSTANT = 1\n"""Can go when torch has one."""',
-        "# What it is: can go when\n# torch has one.\nentry = torch._entry",
-        'class Entry:\n    """Do it. Can go when torch has one."""',
+        'def entry():\n    """Do it.\n\n    Remove\n    when torch has one.\n    """',
+        "# Remove when torch has one.\n@cache\ndef entry(): ...",
+        'CONSTANT = 1\n"""Remove when torch has one."""',
+        "# What it is: remove when\n# torch has one.\nentry = torch._entry",
+        'class Entry:\n    """Do it. Remove when torch has one."""',
         "def _helper(): ...",
-        'def a():\n    """Can go when torch can."""\ndef b():\n    """Can go with `a`."""',
+        'def a():\n    """Remove when torch can."""\ndef b():\n    """Remove with `a`."""',
     ],
 )
 def test_an_entry_with_an_end_is_not(text: str) -> None:

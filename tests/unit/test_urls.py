@@ -88,7 +88,9 @@ def test_a_lost_slash_is_refused(lost: Any) -> None:
     [("S3://bucket", "Did you mean `s3://`?"), ("memry://runs", "Did you mean `memory://`?"), ("no-such://x", "lists")],
 )
 def test_an_unknown_protocol_is_refused(url: str, advice: str) -> None:
-    with pytest.raises(ValueError, match=r"`dirpath` must be a path, or a URL whose protocol fsspec knows, got ") as e:
+    with pytest.raises(
+        ValueError, match=r"`dirpath` must be a path, or a URL whose protocol fsspec supports, got "
+    ) as e:
         location(url, "dirpath")
     assert repr(url) in str(e.value)
     assert advice in str(e.value)

@@ -1,7 +1,7 @@
 """Findings: each has a measured number and the next thing to do. Read `_finding.py` first.
 
 A finding about a step is one function. It derives a fact from the record (:class:`~lightning_amp.advice._record.Step`),
-decides by a rule, and writes the words. To add one, name the function in `ABOUT_A_STEP`. A finding about the machine
+applies a rule to it, and writes the text. To add one, name the function in `ABOUT_A_STEP`. A finding about the machine
 alone is a function that `about_the_machine` calls.
 """
 
@@ -56,7 +56,7 @@ ABOUT_A_STEP: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
 
 
 def about_the_machine(machine: Machine, decision: Decision, step: Step | None) -> Iterator[Finding]:
-    """Yield the findings about the machine; with a step, leave out what does not concern it."""
+    """Yield the findings about the machine; with a step, leave out the findings that do not concern it."""
     yield from emulated_precision(machine, decision, step)
     if step is None:
         yield from no_faster_products(machine, decision)

@@ -12,12 +12,14 @@ from lightning_amp.advice.findings._words import in_ms
 from lightning_amp.measure import DATA
 
 FASTER_LOADING = 0.7
-"""A loader that takes less than this share of the wait is called faster. Noise of 20 % per batch makes a loader look
-that much faster in less than 1 % of trials of eight batches."""
+"""A loader that takes less than this share of the wait counts as faster.
+
+With noise of 20 % per batch, an equal loader seems that much faster in less than 1 % of trials of eight batches.
+"""
 
 
 def data_bound(evidence: Evidence) -> Iterator[Finding]:
-    """Yield it if a tenth of a step is waiting; from a quarter on it is a warning."""
+    """Yield the finding if waiting takes a tenth of a step; from a quarter of a step on, it is a warning."""
     share, wait_s = evidence.step.share(DATA), evidence.step.parts.get(DATA, 0.0)
     if share < 0.1 or wait_s < 2e-4:
         return

@@ -93,7 +93,7 @@ _WORDS: dict[Why, _Words] = {
 
 
 def products_in_fp32(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding for each reason that keeps 2 % of the FLOPs in fp32, or 10 % by `fp32_modules`."""
+    """Yield a finding for each reason that keeps 2 % of the FLOPs in fp32, or 10 % if the reason is `fp32_modules`."""
     found = fp32_products(evidence.step)
     total = max(evidence.step.recorded.forward_flops, 1)
     for why, words in _WORDS.items():

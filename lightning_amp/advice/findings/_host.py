@@ -12,7 +12,10 @@ from lightning_amp.measure import CALLBACKS
 
 
 def host_waits(evidence: Evidence) -> Iterator[Finding]:
-    """Yield it if lines of the user read values; on a CPU it is never more than a note."""
+    """Yield the finding if lines of the user's code read values from the device.
+
+    On a CPU, the finding is a note at most.
+    """
     own = [wait for wait in evidence.step.recorded.waits if wait.by_user]
     count = sum(wait.count for wait in own)
     if not count:
@@ -29,7 +32,7 @@ def host_waits(evidence: Evidence) -> Iterator[Finding]:
 
 
 def slow_callback(evidence: Evidence) -> Iterator[Finding]:
-    """Yield it with the name of the slowest callback; from a fifth of a step on it is a warning."""
+    """Yield the finding with the name of the slowest callback; from a fifth of a step on, it is a warning."""
     share = evidence.step.share(CALLBACKS)
     if share < 0.1:
         return
@@ -56,6 +59,6 @@ _FINDINGS: dict[Setting, Finding] = {
 
 
 def slow_settings(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding for each such setting."""
+    """Yield a finding for anomaly detection and one for deterministic algorithms, if they are on."""
     for setting in evidence.step.settings:
         yield _FINDINGS[setting]

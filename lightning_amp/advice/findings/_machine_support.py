@@ -15,7 +15,7 @@ from lightning_amp.advice.findings._words import in_fp32, recommendation
 
 
 def emulated_precision(machine: Machine, decision: Decision, step: Step | None) -> Iterator[Finding]:
-    """Yield it for the examined format and, without a step, also for other formats that run here."""
+    """Yield the finding for the examined format and, without a step, also for the other formats that run here."""
     for found in machine.formats:
         if found.support not in ("emulated", "missing"):
             continue
@@ -55,7 +55,7 @@ def _emulated(machine: Machine, found: Format) -> str:
 
 
 def tf32_off(machine: Machine) -> Iterator[Finding]:
-    """Yield it if this device has TF32 and products were measured with and without it."""
+    """Yield the finding if this device has TF32 and products were measured with and without it."""
     tf32, full = machine.format("tf32"), machine.format("fp32")
     if tf32 is None or full is None or not full.tflops or machine.tf32 != "off":
         return

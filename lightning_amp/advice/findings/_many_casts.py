@@ -16,22 +16,22 @@ from lightning_amp.measure import FORWARD
 Kind = Literal["explicit", "weight again", "weight", "activation"]
 
 _MOST = 8
-"""Places of each kind to keep."""
+"""Number of places to keep for each kind of cast."""
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-"""Functions of torch that cast their weights for each time step by themselves."""
+"""Torch functions that cast their weights anew for each time step."""
 _CASTING = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
 
 
 @final
 @dataclass(frozen=True)
 class CastSite:
-    """Casts between floating-point formats that one line, or one weight, causes.
+    """The casts between floating-point formats that one line, or one weight, causes.
 
     Attributes:
         kind: `"explicit"` (`.float()`, `.to(...)`, ...), `"weight again"` (a weight that was cast in this step before),
             `"weight"` (autocast's own cast) or `"activation"` (autocast's own cast).
         where: A line of code with its file, or a module.
-        num_bytes: Bytes that all of them write in a step.
+        num_bytes: Bytes that all of these casts write in a step.
 
     """
 
@@ -59,7 +59,7 @@ def cast_sites(step: Step) -> tuple[CastSite, ...]:
     for kind in dict.fromkeys(kinds):
         own = [site for site in found if site.kind == kind]
         kept.extend(own[:_MOST])
-        if rest := own[_MOST:]:  # one entry for all others, so that sums over the entries stay right
+        if rest := own[_MOST:]:  # one entry for all other places, so that sums over the entries stay correct
             sums = (sum(s.count for s in rest), sum(s.num_bytes for s in rest), sum(s.seconds for s in rest))
             kept.append(CastSite(kind, f"{len(rest)} other places", *sums))
     return tuple(kept)
@@ -78,7 +78,7 @@ def _site(cast: Operation, cast_before: set[int]) -> tuple[Kind, str]:
 
 
 def many_casts(evidence: Evidence) -> Iterator[Finding]:
-    """Yield it if casts beyond autocast's own take 1 % of the time in operations, or if there are six or more."""
+    """Yield the finding if casts beyond autocast's own take 1 % of the operations' time, or there are six or more."""
     beyond = [site for site in cast_sites(evidence.step) if site.kind in ("explicit", "weight again")]
     count = sum(site.count for site in beyond)
     if not count:

@@ -19,7 +19,7 @@ def largest_loss(step: Step) -> Loss | None:
 
 
 def large_logits(evidence: Evidence) -> Iterator[Finding]:
-    """Yield it if logits over 256 classes or more hold a tenth of the peak."""
+    """Yield the finding if logits over 256 classes or more hold a tenth of the peak."""
     held, peak = evidence.step.memory.logits, max(evidence.step.memory.peak, 1)
     share, loss = held / peak, largest_loss(evidence.step)
     if loss is None or share < 0.1 or loss.classes < 256:
@@ -39,9 +39,9 @@ def large_logits(evidence: Evidence) -> Iterator[Finding]:
 
 
 _FULL, _MATTERS = 0.7, 0.1
-"""Shares of a device's memory: a peak above the first is a warning, and a peak below the second is not worth a word."""
+"""Shares of a device's memory: a peak above the first is a warning, and a peak below the second is not reported."""
 _MATTERS_BYTES = 2**30
-"""The second bound where the memory of the device is not known."""
+"""The second bound, for devices whose amount of memory is unknown."""
 _ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Lamb")
 
 
@@ -57,7 +57,7 @@ def state_bytes(found: Memory) -> int:
 
 
 def state_dominates(evidence: Evidence) -> Iterator[Finding]:
-    """Yield it with the ways to save memory; it is a warning where the device is nearly full."""
+    """Yield the finding with the ways to save memory; it is a warning if the device is nearly full."""
     step, machine, found = evidence.step, evidence.machine, evidence.step.memory
     state = state_bytes(found)
     share = state / max(found.peak, 1)
@@ -96,7 +96,7 @@ def _savings(step: Step, machine: Machine) -> Iterator[str]:
     adam = [optimizer for optimizer in step.optimizers if optimizer.name.startswith(_ADAM)]
     if adam and states:
         number = sum(optimizer.num_parameters for optimizer in adam)
-        if states > 6 * number:  # they are in fp32
+        if states > 6 * number:  # the states are in fp32
             yield (
                 f"States in 8 bits (`torchao.optim.AdamW8bit`) save {memory(max(0, states - 2 * number))}, in bf16"
                 f" {memory(states // 2)}."
@@ -109,7 +109,7 @@ def _savings(step: Step, machine: Machine) -> Iterator[str]:
 
 
 def memory_not_lower(evidence: Evidence) -> Iterator[Finding]:
-    """Yield it if the peak is not 2 % lower than in fp32."""
+    """Yield the finding unless the peak is at least 2 % lower than in fp32."""
     found, full = evidence.step.memory, evidence.step.fp32_memory
     if full is None or evidence.step.precision == FP32 or not peak_matters(evidence.step, evidence.machine):
         return

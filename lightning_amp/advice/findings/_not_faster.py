@@ -21,9 +21,12 @@ from lightning_amp.advice.findings._words import in_fp32, in_ms, recommendation
 from lightning_amp.measure import BACKWARD, FORWARD, SpeedComparison, times_as_fast
 
 _SMALL, _LARGE = 1.35, 1.5
-"""Speed-ups that products allow: below the first a module is too small; from the second on a gain can be expected."""
+"""Possible speed-ups from faster products: below the first number, a module is too small.
+
+From the second number on, a gain can be expected.
+"""
 _MOST = 8
-"""Slow products to keep."""
+"""Number of slow products to keep."""
 
 
 @final
@@ -63,7 +66,7 @@ class SlowReason(NamedTuple):
 
 
 def reason_of(step: Step) -> SlowReason | None:
-    """Return why one recorded step is slow; `None` if it does not show."""
+    """Return why one recorded step is slow; `None` if the record shows no cause."""
     slower, product_s, all_s = slower_products(step), step.recorded.product_s, step.recorded.seconds
     lost = sum(product.seconds - product.fp32_s for product in slower)
     if slower and lost > 0.3 * product_s and lost > 0.1 * all_s:
@@ -89,7 +92,7 @@ def not_faster(evidence: Evidence) -> Iterator[Finding]:
     step, decision = evidence.step, evidence.decision
     speed, support = speed_up(step), evidence.machine.format(step.precision)
     if speed is None or step.precision == FP32 or (support is not None and support.support == "emulated"):
-        return  # `emulated-precision` says it with the same reason
+        return  # `emulated-precision` reports the same reason
     reason, product = reason_of(step), evidence.machine.compared_product(step.precision)
     products = None if product is None else product.speed
     if decision.use == FP32:
@@ -118,7 +121,7 @@ def not_faster(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _is_explained(evidence: Evidence) -> bool:
-    """Return whether another finding already blames products in fp32, or casts."""
+    """Return whether another finding already names products in fp32 or casts as the cause."""
     return any(finding.is_problem for finding in (*products_in_fp32(evidence), *many_casts(evidence)))
 
 
@@ -161,7 +164,7 @@ def _larger(step: Step) -> str:
 
 
 def no_faster_products(machine: Machine, decision: Decision) -> Iterator[Finding]:
-    """Yield it for the examined format, where no step was examined."""
+    """Yield the finding for the examined format if no step was examined."""
     chosen, product = machine.format(decision.looked_at), machine.compared_product(decision.looked_at)
     if chosen is None or product is None or product.speed is None or decision.looked_at == FP32:
         return

@@ -17,7 +17,7 @@ def nothing_to_do(evidence: Evidence, others: Sequence[Finding]) -> Iterator[Fin
     """Yield `not-timed` if the step was not timed, else `nothing-to-do` if none of the other findings is a problem."""
     if evidence.step.variant(AS_IT_IS) is None:
         errors = [variant.error for variant in evidence.step.variants if variant.label == AS_IT_IS]
-        text = f"The step could not be timed beside others, so nothing was tried: {' '.join(errors)}."
+        text = f"The step could not be timed in turns with others, so nothing was tried: {' '.join(errors)}."
         yield Finding("note", "not-timed", text, "Look at the table of parts, which was measured.")
     elif not any(finding.is_problem for finding in others):
         speed = evidence.decision.speed

@@ -27,13 +27,13 @@ def unaligned(
     timed: Callable[[str, Sizes, Sizes, float], tuple[Sequence[float], Sequence[float]]],
     budget_s: float = 3.0,
 ) -> tuple[Unaligned, ...]:
-    """Return the products whose sizes are not multiples, the most FLOPs first, and time padding for the first ones.
+    """Return the products whose sizes are not aligned, the most FLOPs first, and time padding for the first ones.
 
     Args:
         recorded: A step.
         multiple: The number that sizes should be multiples of.
-        timed: Times a product as it is and padded, given its format, both sizes, and the seconds that each may take.
-            It returns the seconds by round.
+        timed: Times a product unchanged and padded, given its format, both sizes, and the time limit of each in
+            seconds. It returns the seconds by round.
         budget_s: Seconds for all measurements.
 
     """
@@ -66,7 +66,7 @@ def _padded(sizes: Sizes, multiple: int) -> Sizes:
 
 
 def sizes_not_aligned(evidence: Evidence) -> Iterator[Finding]:
-    """Yield it if such products are 5 % of the FLOPs; it is a warning if padding saves 5 % of a step."""
+    """Yield the finding if such products are 5 % of the FLOPs; it is a warning if padding saves 5 % of a step."""
     step = evidence.step
     share = sum(found.flops for found in step.unaligned) / max(sum(step.recorded.flops.values()), 1)
     if share < 0.05:

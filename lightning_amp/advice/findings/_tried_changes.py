@@ -12,7 +12,7 @@ from lightning_amp.measure import OPTIMIZER, times_as_fast
 
 
 def optimizer_not_fused(evidence: Evidence) -> Iterator[Finding]:
-    """Yield it if the optimizer takes 5 % of a step, or if `fused=True` was faster."""
+    """Yield the finding if the optimizer takes 5 % of a step, or if `fused=True` was faster."""
     share = evidence.step.share(OPTIMIZER)
     name = next((optimizer.name for optimizer in evidence.step.optimizers if optimizer.can_fuse), None)
     if name is not None and (share >= 0.05 or is_worth_it(gain(evidence.step, FUSED))):
@@ -22,7 +22,7 @@ def optimizer_not_fused(evidence: Evidence) -> Iterator[Finding]:
 
 
 def channels_last(evidence: Evidence) -> Iterator[Finding]:
-    """Yield it if convolutions of images with the channels first are a tenth of the FLOPs."""
+    """Yield the finding if convolutions of images with the channels first are a tenth of the FLOPs."""
     recorded = evidence.step.recorded
     share = min(1.0, recorded.convolution_flops / max(recorded.forward_flops, 1))
     if share >= 0.1 and not recorded.channels_last:
@@ -32,7 +32,7 @@ def channels_last(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _tried(step: Step, label: Label, code: str, text: str, action: str) -> Finding:
-    """Return a warning with the action if the change was worth it here, else a note that says what it gained."""
+    """Return a warning with the action if the change gained enough here, else a note with its gain."""
     found = gain(step, label)
     if found is not None:
         text += f"; with `{label}`, tried here: {found}."

@@ -1,4 +1,4 @@
-"""`version-trap`: an installed version has a fault. Each entry of the table says what goes wrong and what to do."""
+"""`version-trap`: an installed version has a fault. Each entry of the table has the symptom and the remedy."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ _TRAPS: dict[str, tuple[Trap, ...]] = {
         ),
     ),
 }
-"""Faults by type of device; the empty type stands for all. `version` is a specifier here."""
+"""Faults by type of device; the empty type stands for all devices.
+
+Here `version` is a version specifier, such as `<2.9`.
+"""
 
 
 def known_traps(versions: Mapping[str, str], device_type: str) -> tuple[Trap, ...]:
@@ -79,7 +82,7 @@ def known_traps(versions: Mapping[str, str], device_type: str) -> tuple[Trap, ..
 
 
 def version_trap(machine: Machine, step: Step | None) -> Iterator[Finding]:
-    """Yield each fault; with a step only the faults that concern it."""
+    """Yield each fault; with a step, only the faults that concern the step."""
     for trap in machine.traps:
         has_convolutions = step is not None and step.recorded.convolution_flops
         if step is None or not trap.concerns or (trap.concerns == "convolutions" and has_convolutions):

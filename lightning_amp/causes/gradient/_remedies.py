@@ -43,9 +43,10 @@ Gradients = dict[str, Tensor]
 class GradientRemedies:
     """Runs a batch in fp32, and then with one setting after the other until the gradient is close to fp32.
 
-    The trainer is at the start of a batch. All ranks must call, each with its own batch. The module does not change.
+    Make it while the trainer is at the start of a batch. All ranks must call this, each with its own batch. The module
+    does not change.
 
-    Cost: a step in fp32, one or two as training takes them, and one for each setting.
+    Cost: one step in fp32, one or two in the training's precision, and one for each setting.
     """
 
     def __init__(
@@ -56,7 +57,10 @@ class GradientRemedies:
         self._loss_scale = scale
 
     def try_all(self, fault: GradientFault, recommended_scale: float | None) -> list[TriedRemedy]:
-        """Try settings, the cheapest first, until one works. The gradients so far fit at `recommended_scale`."""
+        """Try settings, the cheapest first, until one works.
+
+        All gradients so far fit into fp16 at `recommended_scale`.
+        """
         if fault.kind in ("nan", "infinite") or not isinstance(self._trainer.precision_plugin, AmpPrecision):
             return []
         outputs = OutputComparison()
@@ -64,7 +68,7 @@ class GradientRemedies:
         try:
             fp32_pass = TrainingPass(self._trainer, self._module, upcast=True)
             fp32_run = self._run(fp32_pass, None, look=looks)
-        except Exception:  # such as out of memory; this rank goes on, because other ranks may
+        except Exception:  # such as out of memory; this rank continues, because other ranks may have enough memory
             fp32_run = {}
         attempts = (
             Attempt(setting, partial(self._measure, fault, fp32_run, setting, run))
@@ -116,7 +120,7 @@ class GradientRemedies:
 
     def _scale_setting(self, scale: float) -> str:
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        if scale < 1:  # dividing the loss has the same effect, and leaves the loss scale room on both sides
+        if scale < 1:  # dividing the loss has the same effect, and keeps the loss scale away from both of its limits
             return f"dividing the loss by {literal(_MIDDLE_SCALE / scale)}"
         least = getattr(scaler, "min_scale", 0.0)
         falls = isinstance(scaler, torch.amp.GradScaler) and scaler.get_backoff_factor() < 1
@@ -196,7 +200,7 @@ class GradientRemedies:
 
 
 def _rounded_away(outputs: OutputComparison) -> list[str]:
-    """Name the modules whose output is far from fp32, without the modules around them. Waits for the device."""
+    """Name the modules whose output is far from fp32, without the modules around them. This waits for the device."""
     sums: dict[str, Tensor] = {}
     for call, _ in outputs.calls:
         if call.name and call.sums is not None:

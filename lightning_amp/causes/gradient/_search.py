@@ -25,9 +25,9 @@ from lightning_amp.shadow import RowsBy, Sample
 _MOST_CAUSES = 8
 """The number of causes in one run for which remedies are tried."""
 
-_LOST_DB = 3.0  # a module below it is a fault, even if the others are fine
+_LOST_DB = 3.0  # a module below this SQNR is a fault, even if all other modules are fine
 
-_ROUNDING_DB = -30.0  # below it the true gradient is only rounding noise, as for a bias before a normalisation
+_ROUNDING_DB = -30.0  # below this, the true gradient is only rounding noise, like that of a bias before a normalisation
 _SAME_WAY = 0.99
 
 
@@ -36,9 +36,10 @@ class GradientFindings(NamedTuple):
     """The result of a sample."""
 
     fault: GradientFault | None
-    tried: list[TriedRemedy]  # against the fault, now or in an earlier sample
-    derivative: InaccurateDerivative | None  # the first of the run, inside of the loss, that fp16 does not hold
-    scaled_grad_helps: bool  # with this derivative
+    tried: list[TriedRemedy]  # tried against the fault, now or in an earlier sample
+    # the first derivative of the run inside of the loss that does not fit into fp16
+    derivative: InaccurateDerivative | None
+    scaled_grad_helps: bool  # tried with this derivative
 
 
 @final
@@ -59,9 +60,9 @@ class GradientSearch:
         sample: Sample,
         recommended_scale: float | None,
     ) -> GradientFindings:
-        """Read the sample of a batch, and try remedies against its fault. All ranks must call.
+        """Read the sample of a batch, and try remedies against its fault. All ranks must call this.
 
-        The trainer is at the start of the batch. The gradients so far fit into fp16 at `recommended_scale`.
+        The trainer must be at the start of the batch. The gradients so far fit into fp16 at `recommended_scale`.
         """
         remedies = GradientRemedies(trainer, module, batch, batch_idx, by, sample.rows[-1].scale)
         derivative, helps = None, False
@@ -79,8 +80,8 @@ class GradientSearch:
 def find_gradient_fault(rows: Iterable[GradientRow], order: Sequence[str], clipped: str = "") -> GradientFault | None:
     """Find the fault that the rows of a sample show; return `None` if the gradient is close to fp32.
 
-    `order` has names as the backward reaches them; all other names come last. `clipped` names a function that clips
-    scaled gradients.
+    `order` has the names of modules in the order of the backward; all other names come last. `clipped` names a function
+    that clips scaled gradients.
     """
     by_name = {row.name: row for row in rows}
     total = by_name.pop(TOTAL, None)

@@ -19,7 +19,7 @@ from lightning_amp.tracing import COMPARISONS_WITH_TARGETS, OperationCall, Opera
 _WRONG_DB = 20.0
 """An output below it is wrong: the error is above a tenth of the output, or of its variation between samples."""
 _LOST_DB = 6.0
-"""The least loss from the inputs of a module or operation to its output that makes it a culprit."""
+"""A module or operation is to blame if the SQNR falls by at least this much from its inputs to its output."""
 _CLEAR = 0.25
 """The least relative difference of a metric at which lost variation between samples matters."""
 
@@ -51,10 +51,10 @@ class Blame:
 
 
 def blame_module(report: EvaluationReport, outputs: OutputComparison) -> Blame:
-    """Find the first module, innermost first, whose output is wrong although its input is not. Waits for the device.
+    """Find the first module, innermost first, whose output is wrong although its input is not.
 
     The outermost module, which has no name, stands for the step and is left out. If the metric of the batch is not
-    finite, only an output that is not finite is wrong.
+    finite, only an output that is not finite is wrong. This waits for the device.
     """
     nonfinite = not math.isfinite(report.batch_amp)
     wrong: Blame | None = None
@@ -78,7 +78,7 @@ def _is_lost(before: float, after: float) -> bool:
 
 
 def origin_in_fp32(report: EvaluationReport, outputs: OutputComparison, batch: object, module: nn.Module) -> Blame:
-    """Find the batch, weight, buffer, module or operation that makes a metric not finite in fp32 either."""
+    """Find the batch, weight, buffer, module or operation to blame if a metric is not finite in fp32 either."""
     report = replace(report, in_fp32_too=True)
     entries = tuple(f"{count} in `batch{path}`" for path, count in nonfinite_entries(batch))
     first = next((call for call in outputs.reference if _bad(call.outputs)), None)
@@ -108,7 +108,7 @@ def blame_operation(blame: Blame, fp32_run: OperationWatch, amp_run: OperationWa
         elif call.module is not None:
             continue
         beside = call.beside
-        assert beside is not None  # a watch that compares sets it for each call
+        assert beside is not None  # a comparing watch sets it for each call
         before = min((_worst_db_of(source) for source in call.makers), default=math.inf)
         after = math.nan if beside.is_bad else worst_db(beside.sums)
         if _is_guilty(call, report, before, after):
@@ -139,7 +139,7 @@ def _worst_db_of(call: OperationCall) -> float:
 
 
 def _source(call: OperationCall) -> str | None:
-    """Name the module whose output reaches an operation over the fewest other operations."""
+    """Name the module whose output reaches an operation through the fewest other operations."""
     queue, seen = list(call.makers), set[int]()
     while queue:
         one = queue.pop(0)

@@ -70,7 +70,7 @@ class EvaluationReplay:
         return self._run(one, steps, watch, rules)
 
     def operations(self, steps: Sequence[KeptBatch]) -> tuple[OperationWatch, OperationWatch]:
-        """Run batches in fp32 and in AMP, and return the operations of both runs. Waits for the device."""
+        """Run batches in fp32 and in AMP, and return the operations of both runs. This waits for the device."""
         names = OutputComparison()
         fp32 = OperationWatch(None, EVALUATION_FILE, running=names.running)
         self.in_fp32(steps, _both(names, fp32))
@@ -93,7 +93,7 @@ class EvaluationReplay:
             held = _state(one.module) if len(steps) > 1 else {}
             try:
                 metrics = one.finish(steps[-1].random_state if steps else None, follow=False)
-            except Exception:  # some epoch-end hooks need more than one batch
+            except Exception:  # some epoch-end hooks fail with a single batch
                 metrics = one.metrics
             value = metrics.get(self._metric)
             return Replayed(None if value is None else float(value), held)

@@ -36,17 +36,20 @@ from lightning_amp.shadow import (
 _MAX_SEARCHES = 3
 """The number of searches without a result after which a run stops searching."""
 _MAX_BATCHES = 8
-"""The number of batches that are run again if no value tells which one is bad."""
+"""The number of batches that are run again if no logged value shows which batch is bad."""
 _MAX_TOGETHER = 64
 """The number of batches that are run one after the other to find errors that add up."""
 _MAX_TRIES = 5
 _GONE = 0.25
-"""The share of the difference that may remain if a remedy works."""
+"""A remedy works if at most this share of the difference remains."""
 
 
 @final
 class MetricSearch:
-    """Searches in each comparison of a run until it has found a cause. `reports` has it, of each rank, on all ranks."""
+    """Searches in each comparison of a run until it has found a cause.
+
+    On all ranks, `reports` has the cause that each rank found.
+    """
 
     def __init__(self) -> None:
         self.reports: list[EvaluationReport] = []
@@ -55,16 +58,16 @@ class MetricSearch:
     def investigate(
         self, trainer: Trainer, module: LightningModule, compared: ComparedEvaluation, table: ComparisonTable
     ) -> str:
-        """Return the text of a warning; empty if no metric stands out, or a warning was given. All ranks must call.
+        """Return the text of a warning; empty if no metric stands out, or a warning was given.
 
-        If no metric stands out, this only reads the table.
+        All ranks must call this. If no metric stands out, this only reads the table.
         """
         if self.reports or self._num_searches >= _MAX_SEARCHES:
             return ""
         directions = _lightning.metric_directions(trainer)
 
         def num_rows(metric: str) -> int | None:
-            # an error (`MeanAbsoluteError`), not a share
+            # such as `MeanAbsoluteError`, which is not a share of samples
             return None if directions.get(metric) == "min" else compared.batches.num_rows_of(metric)
 
         row = table.standing_out(num_rows, compared.batches.standard_error)
@@ -82,12 +85,13 @@ class MetricSearch:
 def examine_metric(
     trainer: Trainer, module: LightningModule, compared: ComparedEvaluation, metric: str, amp: float, fp32: float
 ) -> list[EvaluationReport]:
-    """Run kept batches again, in AMP and in fp32, and find where the metric goes wrong. Changes nothing, never raises.
+    """Run kept batches again, in AMP and in fp32, and find where the metric goes wrong.
 
-    All ranks must call. They run the same number of passes, whatever each of them finds.
+    This changes nothing and never raises. All ranks must call this. All ranks run the same number of passes, whatever
+    each of them finds.
 
     Returns:
-        The reports of all ranks. A rank that found nothing has none if the metric is finite.
+        The reports of all ranks. A rank that found nothing adds no report if the metric is finite.
 
     Cost: some four evaluation steps for each batch that is run again, on at most 8 batches, and one for each remedy.
 
@@ -105,9 +109,9 @@ def _quiet_passes() -> Generator[None]:
     mha = torch.backends.mha
     fast = mha.get_fastpath_enabled()
     try:
-        mha.set_fastpath_enabled(False)  # with it, torch's transformer layers do not call their inner modules
+        mha.set_fastpath_enabled(False)  # the fast path of torch's transformer layers does not call their inner modules
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the real step has shown each of them
+            warnings.simplefilter("ignore")  # the real step already raised each of these warnings
             yield
     finally:
         mha.set_fastpath_enabled(fast)
@@ -187,7 +191,7 @@ def _in_batch(
 
 
 def _shows(report: EvaluationReport, amp: float, fp32: float) -> bool:
-    """Return whether the values over some batches go wrong in the same way as the values over all."""
+    """Return whether the values over some batches are wrong in the same way as the values over all batches."""
     if not math.isfinite(report.amp):
         return not math.isfinite(amp)
     if not math.isfinite(amp) or not math.isfinite(fp32):
@@ -210,7 +214,7 @@ def _first_bad_batch(
         seen = ranks.run(partial(_run_both, replay, [own], report))
         if ranks.any(seen.shows):
             return seen
-        seen.outputs.forget()  # before the next pass needs the memory
+        seen.outputs.forget()  # freed before the next pass needs the memory
     return None
 
 
@@ -256,7 +260,10 @@ def _blame(ranks: Lockstep, replay: EvaluationReplay, seen: _Sight, report: Eval
 # -- remedies ----------------------------------------------------------------------------------------------------------
 
 _Outcome = TriedRemedy | str
-"""The result of an attempt. A text is the reason why it could not run; it is empty if there is nothing to say."""
+"""The result of an attempt.
+
+A text gives the reason why the attempt could not run; it is empty if there is no reason to report.
+"""
 
 
 def _remedies(replay: EvaluationReplay, seen: _Sight, blame: Blame) -> Iterator[Attempt[str, _Outcome]]:
@@ -284,7 +291,7 @@ def _with_rules(replay: EvaluationReplay, seen: _Sight, rules: Sequence[str]) ->
     try:
         return replay.in_amp(seen.steps, seen.outputs.comparing, rules)
     except Exception:
-        seen.outputs.again()  # the outputs of half a step mean nothing
+        seen.outputs.again()  # the outputs of an unfinished step cannot be compared
         raise
 
 

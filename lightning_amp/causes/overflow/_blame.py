@@ -32,7 +32,7 @@ class Blame(NamedTuple):
 
 
 def key_without_fp32(found: Diagnosis, watch: OperationWatch) -> str:
-    """Return a key that is the same for one cause, whichever batch shows it, before the run in fp32."""
+    """Return a key for the cause, before the run in fp32. It is the same for all batches that show this cause."""
     call: OperationCall | None = None
     if found.cause == "backward":
         call = None if watch.first_backward is None else watch.first_backward.call
@@ -46,7 +46,7 @@ def key_without_fp32(found: Diagnosis, watch: OperationWatch) -> str:
 
 
 def key_with_fp32(found: Diagnosis, before: str) -> str:
-    """Return this key for a diagnosis that the run in fp32 has corrected; `before` is the key without it."""
+    """Return the key for a diagnosis that the run in fp32 has corrected; `before` is the key without it."""
     operation = found.operation
     if found.cause in ("batch", "weights"):
         return f"{found.cause}: {found.module}, {found.parameter}"
@@ -63,7 +63,7 @@ def blame(
     fp32_watch: OperationWatch,
     batch: Any,
 ) -> Blame:
-    """Correct a diagnosis by the run of the same step in fp32, in which an intended mask is no cause."""
+    """Correct a diagnosis by the run of the same step in fp32, and do not blame an intended mask."""
     if found_in_fp32.cause == "none":
         return _lost_in_half(module, found, amp_watch, fp32_watch)
     found = replace(found, in_fp32="not finite")
@@ -118,7 +118,7 @@ def _backward_in_fp32(
     module: nn.Module, found: Diagnosis, found_in_fp32: Diagnosis, fp32_watch: OperationWatch
 ) -> Blame:
     inside = next((call for call in fp32_watch.bad_in_backward if not call.takes_nonfinite), None)
-    if found.cause != "backward":  # report the fault of fp32: it also remains in every other precision
+    if found.cause != "backward":  # report the fault in fp32, because it also remains in every other precision
         found = replace(found_in_fp32, in_fp32="not finite")
     culprit = fp32_watch.first_backward
     if culprit is None:
@@ -129,7 +129,7 @@ def _backward_in_fp32(
         return _named(module, replace(found, cause=cause, parameter=None), call, fp32_watch)
     named = _named(module, found, culprit, fp32_watch)
     if named.diagnosis.operation is not None and named.diagnosis.operation.kind == "function" and inside is not None:
-        line = operation(module, inside)  # in the code of the function's own backward
+        line = operation(module, inside)  # in the user's code of the function's backward
         return named._replace(
             diagnosis=replace(
                 named.diagnosis,

@@ -1,4 +1,4 @@
-"""Tell the causes of skipped steps apart: new causes, known ones, and steps that are no fault."""
+"""Distinguish skipped steps with a new cause, with a known cause, and with no fault at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_amp.reports import OverflowReport
 from lightning_amp.scaling import Saved
 
 MAX_REPLAYS = 20
-"""Skips that may be run again for each allowed report: most show a known cause, or a scale that settles."""
+"""Number of skipped steps to run again per allowed report. Most show a known cause, or a scale that settles."""
 
 
 @final
@@ -36,7 +36,7 @@ class KnownCauses:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether no further skip is run again."""
+        """Return whether the limit is reached, so that no further skipped step is run again."""
         return self.has_all_causes or self._num_replays >= MAX_REPLAYS * self.max_reports
 
     @property

@@ -1,6 +1,6 @@
 """The remedies for a step that is not finite, and the order in which they are tried.
 
-Each remedy has a section: how it edits operations, and with which strengths it is tried. A new one also needs a kind in
+Each remedy has a section: how it edits operations, and the strengths that are tried. A new one also needs a kind in
 `findings/_remedy.py` and its sentence in `reports/_overflow_words.py`.
 """
 
@@ -52,7 +52,7 @@ class Case:
     takers: Sequence[str]  # modules that its result went through, in order
     precision: str
     choices: Sequence[str]  # precisions that the device runs
-    scale: float  # at which the step failed
+    scale: float  # loss scale at which the step failed
     fitting: float  # scale at which the largest true gradient fits
     is_finite: Callable[..., bool]  # runs the step with a remedy
 
@@ -67,7 +67,7 @@ class Case:
 
 
 def try_remedies(ranks: Lockstep, case: Case) -> list[Remedy]:
-    """Try the remedies that fit the diagnosis. Of each remedy, try one strength after the other until one works."""
+    """Try the remedies that fit the diagnosis. For each remedy, try one strength after the other until one works."""
     found, tried = case.found, list[Remedy]()
 
     def helps(*remedies: Callable[[Case], _Attempts]) -> bool:
@@ -89,7 +89,7 @@ def try_remedies(ranks: Lockstep, case: Case) -> list[Remedy]:
     helps(_bf16)
     if case.precision != "fp32":
         helps(_fp32_modules)
-        if lost_by in ([], ["add"]):  # an epsilon that was added in vain, and so rounded away, may be too small only
+        if lost_by in ([], ["add"]):  # an epsilon that did not help may only be too small, so that it was rounded away
             helps(_epsilon)
         helps(_clamp, _operation_in_fp32)
     return tried
@@ -264,7 +264,7 @@ def _try_sources(ranks: Lockstep, case: Case) -> list[Remedy]:
         if lost is None and probe.is_finite and not operation.in_backward:
             lost = named  # float32 here makes the result finite, even if the step still fails
         if maker.module and maker.module not in modules:
-            modules.add(maker.module)  # a linear layer casts its input: it needs its own rule
+            modules.add(maker.module)  # a linear layer casts its input again, so it needs its own rule
             rules = (maker.module,)
             now += first_that_works(ranks, [case.attempt(Remedy("fp32_modules", rules), rules=rules)])
         tried += [one._replace(worked=worked) for one, worked in now]
@@ -303,7 +303,7 @@ class _LogSigmoid:
 
 
 _LOGARITHMS = {"log": "sub", "log1p": "neg"}
-"""Logarithms, and the operation that makes their argument from `p` in `log(1 - p)`."""
+"""Logarithms, each with the operation that computes the argument from `p` in `log(1 - p)`."""
 
 
 def _logsigmoid(case: Case) -> _Attempts:

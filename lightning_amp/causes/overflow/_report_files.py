@@ -30,7 +30,10 @@ class ReportFiles:
     def save(
         self, trainer: Trainer, module: LightningModule, reports: Sequence[OverflowReport], step: KeptBatch | None
     ) -> None:
-        """Write the reports of all ranks on one skipped step. All ranks must call, because each sends its batch."""
+        """Write the reports of all ranks on one skipped step.
+
+        All ranks must call this, because each sends its batch.
+        """
         bundles: list[bytes | None] = []
         if self._save_bundles:
             mine = next((r for r in reports if r.rank == trainer.global_rank), None)

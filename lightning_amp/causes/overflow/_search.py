@@ -48,14 +48,14 @@ class Explained(NamedTuple):
     """The result of one rank's search."""
 
     report: OverflowReport
-    key: str  # the same for one cause, whichever batch shows it
-    step: KeptBatch | None = None  # the batch that the report is about
+    key: str  # the same for all batches that show this cause
+    step: KeptBatch | None = None  # the batch that the report describes
 
 
 def blank_report(
     trainer: Trainer, module: LightningModule, window: BatchWindow, record: StepRecord, weight_at_start: float | None
 ) -> OverflowReport:
-    """Return the report of a step with the facts that need no replay."""
+    """Return the report of a step with those fields that need no replay."""
     first, last = window.span
     return OverflowReport(
         record=record,
@@ -84,7 +84,7 @@ def _scale_is(scaler: torch.amp.GradScaler | None, record: StepRecord) -> ScaleI
 
 
 def largest_weight(module: LightningModule) -> float:
-    """Return the largest magnitude of the parameters. Waits for the device."""
+    """Return the largest magnitude of the parameters. This waits for the device."""
     found = [largest_finite(p.detach()) for p in module.parameters() if p.numel() and p.is_floating_point()]
     return float(stack_scalars(found).max()) if found else 0.0
 
@@ -96,10 +96,10 @@ def explain(
     report: OverflowReport,
     known: Collection[str] = (),
 ) -> Explained:
-    """Run the batches of a window again until one is not finite, and complete a report. Never raises, changes nothing.
+    """Run the batches of a window again until one is not finite, and complete a report.
 
-    All ranks must call. They run the same number of passes, whatever each of them finds. A cause whose key is `known`
-    needs neither a run in fp32 nor remedies.
+    This never raises and changes nothing. All ranks must call it. All of them run the same number of passes, whatever
+    each of them finds. If the key of the cause is in `known`, neither a run in fp32 nor remedies follow.
     """
     ranks, record, device = Lockstep(trainer), report.record, trainer.strategy.root_device
     steps = list(window.kept)
@@ -216,7 +216,7 @@ def _edited(step: KeptBatch) -> str:
 
 
 def _unseen(names: Sequence[str]) -> str:
-    """Name the modules in which no operation can be seen."""
+    """Name the modules inside which operations cannot be watched."""
     return f"{named(names)} is compiled by TorchScript, which cannot be looked into" if names else ""
 
 
@@ -229,9 +229,9 @@ class _StepAsItWas(NamedTuple):
 
     found: Diagnosis
     watch: OperationWatch
-    half_places: set[GradientPlace]  # where it computed gradients in half precision
-    parameters: tuple[str, ...]  # with gradients that are not finite
-    unseen: list[str]  # modules in which no operation can be seen
+    half_places: set[GradientPlace]  # places where the step computed gradients in half precision
+    parameters: tuple[str, ...]  # parameters with gradients that are not finite
+    unseen: list[str]  # modules inside which operations cannot be watched
 
 
 def _run_as_it_was(replay: TrainingPass, step: KeptBatch, scale: float) -> _StepAsItWas:
@@ -257,9 +257,9 @@ def _run_as_it_was(replay: TrainingPass, step: KeptBatch, scale: float) -> _Step
 class _StepInFp32(NamedTuple):
     """A step that was run in fp32."""
 
-    found: Diagnosis  # an intended mask is no cause
+    found: Diagnosis  # an intended mask is not a cause
     watch: OperationWatch
-    largest: float | None  # the largest true gradient that fp16 would have to hold
+    largest: float | None  # the largest true gradient that has to fit into fp16
 
 
 def _run_in_fp32(
@@ -300,14 +300,15 @@ def _run_in_fp32(
 class _Rerun:
     """Runs a failed step again, with a remedy.
 
-    `fp32_watch` is given if the fault does not show in loss and gradients: no new NaN or infinity may then occur.
+    `fp32_watch` is given if loss and gradients are finite despite the fault. A remedy then fails if a new NaN or
+    infinity occurs.
     """
 
     plugin: Precision
     device_type: str
     replay: TrainingPass
     step: KeptBatch
-    scale: float  # if the scale is no remedy, one at which the step overflows least
+    scale: float  # if a lower scale is not a remedy, the scale at which the step overflows least
     fp32_watch: OperationWatch | None = None
 
     def is_finite(

@@ -1,4 +1,7 @@
-"""A judgement as Markdown and as a page with charts; nothing is decided here. Read `_words.py` first."""
+"""Present a judged comparison as Markdown and as a page with charts; these files decide nothing.
+
+Read `_words.py` first.
+"""
 
 from lightning_amp.compare.views._page import page
 from lightning_amp.compare.views._words import blocks, markdown

@@ -1,4 +1,4 @@
-"""Choose the charts of a report: their arms, their axes, and the words beside them."""
+"""Choose the charts of a report: their arms, their axes, and their captions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NUM_STYLES = 7
 _NOT_FINITE = "not finite"
 
 _MOST_POINTS = 55_000
-"""Most points in all charts together; each takes about 11 bytes of the page."""
+"""Largest number of points in all charts together; each takes about 11 bytes of the page."""
 
 
 class Chart(NamedTuple):
@@ -43,7 +43,7 @@ class Chart(NamedTuple):
 
 
 def styles(report: Judgement) -> dict[str, str]:
-    """Return the class of each arm in the style sheet: one colour and one pattern of dashes in all charts."""
+    """Return the class of each arm in the style sheet. An arm has the same colour and dashes in all charts."""
     found: dict[str, str] = {}
     for i, arm in enumerate(report.arms.values()):
         found[arm.label] = CONTROL_STYLE if arm.is_control else f"arm-{0 if i == 0 else 1 + (i - 1) % _NUM_STYLES}"
@@ -192,8 +192,9 @@ def line_of(
 ) -> Line:
     """Return one arm's line over training time, or over steps without a unit of time, with `most` points per curve.
 
-    The thick line is the mean over the seeds at each step that all of them have a point for. Over time, it lies at the
-    mean of their times. A single seed is its own mean. A cross marks the last finite value of a curve that diverges.
+    The thick line is the mean over the seeds, at each step for which all of them have a point. Over time, each mean is
+    drawn at the mean of their times. With a single seed, its curve is the mean. A cross marks the last finite value of
+    a curve that diverges.
     """
     seeds = [[XY(x_of(point, time), point.value) for point in curve] for curve in curves]
     mean = [XY(x_of(point, time), point.value) for point in _mean(curves)]
@@ -220,7 +221,7 @@ def _fmean(values: Iterable[float]) -> float:
 
 
 def _ends(points: Sequence[XY]) -> list[XY]:
-    """Return the last point that can be drawn, if there are later points that cannot."""
+    """Return the last point that can be drawn, if later points cannot be drawn."""
     good = [i for i, point in enumerate(points) if can_be_drawn(point.y)]
     return [points[good[-1]]] if good and good[-1] < len(points) - 1 else []
 

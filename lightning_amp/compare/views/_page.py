@@ -1,4 +1,4 @@
-"""Write a report as one HTML page that loads nothing from elsewhere.
+"""Write a report as one self-contained HTML page.
 
 `report.html.j2` is the page, and `report.css` its style sheet. Jinja2 escapes the names that users chose.
 """
@@ -42,7 +42,7 @@ _READING_OF_CONTROL = (
 )
 
 _LONGEST_REASON = 150
-"""Characters of an error that are shown beside a verdict; the table shows all of them."""
+"""Number of characters of an error that are shown next to a verdict; the table shows the whole error."""
 
 _NUMBER, _WHOLE = re.compile(r"[-+]?\d[\d.]*e[-+]\d+"), r'<span class="whole">\g<0></span>'
 
@@ -54,7 +54,7 @@ def page(report: Judgement) -> str:
     """Write the page.
 
     Raises:
-        ModuleNotFoundError: Without Jinja2, which torch brings.
+        ModuleNotFoundError: If Jinja2 is not installed (torch installs it).
 
     """
     try:
@@ -92,7 +92,7 @@ def _content(report: Judgement) -> dict[str, Any]:
     lead, *rest = report.recommendation.sentences
     names = metric_names(report)
     styles = _charts.styles(report)
-    legend: dict[str, list[str]] = {}  # two arms have the same style only if there are many
+    legend: dict[str, list[str]] = {}  # two arms share a style only if there are very many arms
     for label, arm in report.arms.items():
         if any(run.loss or run.curves for run in arm.finished):
             legend.setdefault(styles[label], []).append(label)
@@ -168,7 +168,7 @@ def _quality(report: Judgement, name: str) -> dict[str, list[str]]:
 
 
 def _time_to_quality(metric: ArmMetric) -> str:
-    """Write the median time over the seeds that got there, and how many did."""
+    """Write the median time over the seeds that reached the target, and the number of these seeds."""
     times = list(metric.time_to_quality_s.values())
     reached = [time for time in times if math.isfinite(time)]
     if not reached:
@@ -178,7 +178,7 @@ def _time_to_quality(metric: ArmMetric) -> str:
 
 
 def _rounding(report: Judgement, name: str) -> dict[str, list[str]]:
-    """Divide the difference to the reference into the effect of rounding in evaluation and the effect of training."""
+    """Split the difference from the reference into the effect of rounding in evaluation and the effect of training."""
     metrics = _charts.metrics_of(report, name)
     reference = metrics.get(report.plan.reference)
     rows: dict[str, list[str]] = {}

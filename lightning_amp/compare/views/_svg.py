@@ -23,16 +23,16 @@ _ROW = 44
 """Height of a row of a forest plot: a line of text, and the strip below it."""
 
 _LETTER, _BOLD = 7.6, 8.8
-"""Widths of a letter in a wide font, by which texts are kept apart."""
+"""Assumed widths of a letter in a wide font, to keep texts from overlapping."""
 
 _FAR = 40
-"""A difference leaves the picture if it is so many times the margin, or the control's difference."""
+"""A difference is drawn outside of the axis if it is this many times the margin, or the control's difference."""
 
 _CROWDED = 12
-"""With more thin lines than this, they are paler."""
+"""If there are more thin lines than this, all of them are drawn paler."""
 
 _LARGEST = 1e250
-"""Differences and powers of two larger values may overflow."""
+"""Larger values are not drawn, because their differences and powers may overflow."""
 
 _LOG_FROM = 30
 """From this ratio of the largest to the smallest value on, the axis is logarithmic."""
@@ -117,7 +117,7 @@ def _group(
 
 
 def swatch(style: str) -> str:
-    """Draw a sample of an arm's line for the legend; a screen reader passes over it."""
+    """Draw the line of an arm for the legend; screen readers skip it."""
     path = '<path class="mean" d="M1 5H31"/>'
     return f'<svg class="swatch {style}" viewBox="0 0 32 10" width="32" height="10" aria-hidden="true">{path}</svg>'
 
@@ -128,7 +128,7 @@ def swatch(style: str) -> str:
 class Interval(NamedTuple):
     """A row of a forest plot: one arm's mean difference, its interval, and the difference of each seed.
 
-    `number` is the mean as text, which stands beside the label. `text` is for a screen reader.
+    `number` is the mean as text, which is printed next to the label. `text` is for a screen reader.
     """
 
     label: str
@@ -148,8 +148,8 @@ class Interval(NamedTuple):
 def forest(rows: Sequence[Interval], *, title: str, margin: float | None, direction: Direction | None) -> str:
     """Draw differences to the reference: a dot and its interval for each arm, faint dots for the seeds.
 
-    Costs beyond the margin are shaded. A difference much larger than the margin and the control leaves the picture with
-    an arrow, so that the others can be told apart. A screen reader reads the title.
+    Costs beyond the margin are shaded. A difference much larger than the margin and the control is drawn as an arrow at
+    the edge, so that the other differences stay distinguishable. A screen reader reads the title.
     """
     left, right, top = 4, WIDTH - 4, 16 if margin is not None else 2
     bottom = top + _ROW * len(rows)
@@ -186,7 +186,7 @@ def forest(rows: Sequence[Interval], *, title: str, margin: float | None, direct
 
 
 def _limit(rows: Sequence[Interval], margin: float | None) -> float:
-    """Return the largest difference in the picture; infinite if neither margin nor control says what is large."""
+    """Return the largest difference in the picture; infinite if there is neither a margin nor a control."""
     extents = [(row.style == CONTROL_STYLE, max(map(abs, row.ends), default=0.0)) for row in rows]
     usual = max([margin or 0.0, *(extent for is_control, extent in extents if is_control)])
     nearest = min((extent for is_control, extent in extents if not is_control), default=0.0)
@@ -194,7 +194,7 @@ def _limit(rows: Sequence[Interval], margin: float | None) -> float:
 
 
 def _row(row: Interval, axis: Axis, place: Callable[[float], float], level: float) -> str:
-    """Draw the seeds, the interval and the mean of an arm; an arrow stands for a value beyond the axis."""
+    """Draw the seeds, the interval and the mean of an arm; an arrow marks a value beyond the axis."""
 
     def point(value: float, tip: float, inside: str) -> str:
         arrow = f'<path class="arrow" d="M{_n(place(value) + tip)} {_n(level)}l{_n(-2 * tip)} -5v10z"/>'
@@ -249,7 +249,7 @@ def _text(kind: str, x: float, y: float, text: str, anchor: str = "start") -> st
 
 
 def _fit(text: str, width: float) -> str:
-    """Cut a text that is probably wider than there is room."""
+    """Cut a text that is probably wider than its space."""
     room = width
     for i, character in enumerate(text):
         room -= _BOLD * (2 if unicodedata.east_asian_width(character) in "WF" else 1)
@@ -283,7 +283,7 @@ class Axis(NamedTuple):
     is_cut: bool = False
 
     def place(self, value: float) -> float:
-        """Return the place of a value, from 0 at `low` to 1 at `high`; values beyond an end are at that end."""
+        """Return the place of a value, from 0 at `low` to 1 at `high`; values beyond an end are drawn at that end."""
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = math.log(low), math.log(high), math.log(max(value, self.low))
@@ -291,15 +291,15 @@ class Axis(NamedTuple):
 
 
 def can_be_drawn(value: float) -> bool:
-    """Return whether a value has a place on an axis: it is finite, and not so large that an axis overflows."""
+    """Return whether a value can be drawn on an axis: it is finite, and not so large that an axis overflows."""
     return abs(value) < _LARGEST
 
 
 def axis_of(values: Iterable[float], *, may_be_log: bool = False) -> Axis:
     """Return an axis on which all values have a place, with a little room at both ends.
 
-    It is logarithmic if all values are positive and differ by a factor of 30 or more. Otherwise a few values that are
-    far from nine tenths of them are beyond its ends. Without values the axis goes from 0 to 1.
+    It is logarithmic if all values are positive and differ by a factor of 30 or more. Otherwise, values that are very
+    far from nine tenths of all values lie beyond its ends. Without values the axis goes from 0 to 1.
     """
     found = sorted(_drawn(values)) or [0.0, 1.0]
     low, high = found[0], found[-1]
@@ -319,7 +319,7 @@ def axis_of(values: Iterable[float], *, may_be_log: bool = False) -> Axis:
 
 
 def axis_from_zero(values: Iterable[float], *, whole: bool = False) -> Axis:
-    """Return an axis from 0 to the largest value; `whole` for steps, which have no fractions."""
+    """Return an axis from 0 to the largest value; `whole` is for steps, which are whole numbers."""
     high = max(_drawn(values), default=0.0)
     return _linear_axis(0.0, high if high > 0 else 1.0, least_step=1.0 if whole else 0.0)
 

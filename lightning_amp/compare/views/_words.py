@@ -1,4 +1,4 @@
-"""Write a report as Markdown, which a terminal and a pull request show alike."""
+"""Write a report as Markdown, for a terminal or a pull request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_amp.compare._judge import Judgement
 from lightning_amp.compare._plan import CONTROL
 
 NONE = "-"
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # colours of a terminal, halves of characters
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # matches terminal colours and lone surrogates
 
 
 def markdown(report: Judgement) -> str:
@@ -36,7 +36,7 @@ def blocks(report: Judgement) -> list[str | Table]:
 
 
 def _one_line_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table whose cells hold no line ends and no colours, whatever labels users chose."""
+    """Return a table whose cells hold no line ends and no colours, even if the user's labels contain some."""
     return Table(header, [[_CONTROL.sub("\ufffd", " ".join(cell.split())) for cell in row] for row in rows])
 
 

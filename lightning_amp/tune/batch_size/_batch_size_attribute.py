@@ -15,7 +15,7 @@ NAME = "batch_size"
 
 
 def held_sizes(*owners: Any) -> list[Any]:
-    """Return all batch sizes of these objects; Lightning's own finder would read the last one."""
+    """Return all batch sizes of these objects; Lightning's own finder would read only the last one."""
     sizes: list[Any] = []
     for owner in owners:
         sizes += _attribute(owner)
@@ -43,7 +43,7 @@ class FactoryWithBatchSize:
     """A factory that also sets the batch size of the object it makes; `None` keeps the user's own size."""
 
     def __init__(self, factory: Callable[[], Any], size: int | None) -> None:
-        self.__wrapped__ = factory  # from which another process finds the user's file
+        self.__wrapped__ = factory  # another process uses it to find the user's file
         self._size = size
 
     def __call__(self) -> Any:
@@ -57,7 +57,7 @@ class FactoryWithBatchSize:
 
 @final
 class ModuleLoaders(LightningDataModule):
-    """Return the training loaders of the module, which Lightning does not ask for if there is a data module."""
+    """Return the training loaders of the module. Lightning ignores them if there is a data module."""
 
     @override
     def train_dataloader(self) -> Any:
@@ -68,7 +68,7 @@ class ModuleLoaders(LightningDataModule):
 def _attribute(owner: Any) -> list[Any]:
     try:
         value = getattr(owner, NAME)
-    except Exception:  # there is none, or it is a property that asks for a Trainer
+    except Exception:  # the attribute is missing, or is a property that needs a Trainer
         return []
     return [] if callable(value) else [value]
 

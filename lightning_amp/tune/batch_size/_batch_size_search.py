@@ -16,11 +16,11 @@ from lightning_amp.tune.batch_size._short_runs import ShortRuns, failure, is_out
 
 
 class LimitTooLowError(Exception):
-    """Not even the smallest batch fits. If this holds in all precisions, the user gets a `ValueError`."""
+    """The smallest batch does not fit. If this is so in all precisions, the user gets a `ValueError`."""
 
 
 class RunFailedError(Exception):
-    """Training failed, and not for want of memory. If no precision has a size, the user gets a `RuntimeError`."""
+    """Training failed for another reason than memory. If no precision has a size, the user gets a `RuntimeError`."""
 
 
 @final
@@ -154,7 +154,7 @@ class BatchSizeSearch:
             )
 
     def _within_rows(self, size: int, facts: Facts) -> int:
-        """Return the size that really ran, and note how many rows there are."""
+        """Return the batch size that actually ran, and record the number of rows of the data."""
         if facts.num_rows is not None:
             sizes = [s for s in facts.loader_sizes if s is not None]
             self._most_rows = max(1, facts.num_rows * size // max(sizes) if sizes else facts.num_rows)

@@ -40,11 +40,11 @@ def find_batch_size(
             data.batch_size = found["bf16"].batch_size
 
     Each run trains the module for some steps, in a fresh process and without validation. The first two runs use the
-    module's own batch size and another one; a line through their two peaks leads to the size of the third. If that size
-    exceeds the limit, or the line was not straight, the search goes on. It ends when at most one percent can be gained,
-    or after ten runs in a precision. The returned size was run, and its run was within the limit. A size of 64 or more
-    is rounded down to a multiple of 8, with which tensor cores are fast; this costs an eighth at most. It never exceeds
-    the number of rows.
+    module's own batch size and another one; a line through their two memory peaks predicts the size for the third run.
+    If that size exceeds the limit, or the line was not straight, the search goes on. It ends when at most one percent
+    can be gained, or after ten runs in a precision. The returned size was run, and its run was within the limit. A size
+    of 64 or more is rounded down to a multiple of 8, because tensor cores are fast with such multiples; this costs an
+    eighth at most. It never exceeds the number of rows.
 
     As Lightning's own finder does, it sets the attribute `batch_size`, or `hparams.batch_size`, of the data module and
     of the module, wherever it exists. It is set before `setup` and before the loaders are made, which
@@ -56,8 +56,8 @@ def find_batch_size(
     room.
 
     Args:
-        make_module: Returns a new LightningModule: its class, or a function without arguments. Another process has to
-            import it: a function at the top level of a file, a script's own too if it has a `__main__` guard.
+        make_module: Returns a new LightningModule: its class, or a function without arguments. Another process imports
+            it, so define it at the top level of a file. The file may be the script, if that has a `__main__` guard.
         make_data: Returns a new LightningDataModule, likewise; `LightningDataModule` itself if the module has the
             loaders.
         precisions: Names, or a mapping from labels to names, plugins, or arguments of :class:`AmpPrecision`, as
@@ -70,7 +70,7 @@ def find_batch_size(
     Returns:
         A mapping from label to :class:`~lightning_amp.tune.BatchSizeResult`: `.batch_size`, `.peak_gib`,
         `.samples_per_s`, `.lr` (a learning rate to try: linear for SGD, square root for Adam), `.measured`, `.message`.
-        A precision that fails while another does not has an `.error` and a `batch_size` of 0.
+        If a precision fails while another one works, it has an `.error` and a `batch_size` of 0.
 
     Raises:
         ValueError: If an argument is wrong, or nothing has a `batch_size`, or batches do not change with it. If there

@@ -27,7 +27,7 @@ _FAR = 32
 
 
 def suggested_rate(used: Sequence[UsedRate], from_size: int, to_size: int) -> tuple[float | None, str]:
-    """Scale a learning rate to another batch size: linearly for SGD, by the square root for Adam and its kin.
+    """Scale a learning rate to another batch size: linearly for SGD, by the square root for Adam and its variants.
 
     Sources: `Goyal et al. 2017 <https://arxiv.org/abs/1706.02677>`_ for SGD, `Malladi et al. 2022
     <https://arxiv.org/abs/2205.10287>`_ for adaptive ones. Both are rules of thumb, and fail for batches so large that

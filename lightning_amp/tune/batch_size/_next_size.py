@@ -16,11 +16,11 @@ _SMALL_GAIN = 1.01
 """After :data:`_ENOUGH_RUNS` runs, a size must be larger by this factor to be worth another one."""
 _ENOUGH_RUNS = 3
 _APART = 1.25
-"""Smallest ratio of two sizes for a line through them."""
+"""The smallest ratio of two sizes for which a line through them is reliable."""
 _MARGIN = 0.01
-"""With each size that did not fit, the next guess is this share farther below it, because peaks vary between runs."""
+"""After each size that did not fit, the next guess is lowered by one more such share, as peaks vary between runs."""
 _STEP = 4
-"""Largest step, as a multiple of the largest size so far, until the line is known to be straight."""
+"""Largest step, as a multiple of the largest size so far, until measurements show that the line is straight."""
 _FIRST_STEP = 32
 _NOISE = 0.05
 
@@ -46,7 +46,7 @@ def next_size(points: Sequence[Measurement], limit_gib: float, most: int | None 
 
     Memory over the batch size is a straight line, or bends upwards. It bends because the optimizer's step sets the peak
     of small batches, or because a loss over all pairs of rows grows with their square. A line through two sizes may
-    then lead beyond the limit. The line from there back to a size that fits is within the limit again.
+    then lead beyond the limit. The line from that size back to a size that fits leads to a size within the limit.
 
     Args:
         points: One or more measurements.
@@ -83,7 +83,7 @@ def _estimate(points: Sequence[Measurement], best: Measurement, limit_gib: float
     if not math.isfinite(above.peak_gib):
         return min(onwards, (best.batch_size + above.batch_size) / 2)
     back = _on_line(best, above, limit_gib)
-    # A curve that bends upwards lies between the two lines, nearer to `back`.
+    # A curve that bends upwards lies between the two lines, closer to `back`.
     return (2 * back + min(onwards, above.batch_size)) / 3 if below else back
 
 
@@ -102,7 +102,7 @@ def _is_straight(below: Sequence[Measurement], best: Measurement) -> bool:
 
 
 def _smaller(points: Sequence[Measurement], limit_gib: float) -> int | None:
-    """Return a size below all sizes so far, none of which fits; `None` if one row was tried."""
+    """Return a size below all sizes so far, if none of them fits; `None` if one row was tried."""
     smallest, *others = sorted(points, key=lambda p: p.batch_size)
     if smallest.batch_size == 1:
         return None

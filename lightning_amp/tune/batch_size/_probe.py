@@ -1,4 +1,4 @@
-"""End a short training as soon as it is measured, and note how large its batches were."""
+"""End a short training as soon as its measurements are complete, and record the sizes of its batches."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from lightning_amp.tune.batch_size._batch_size_attribute import ModuleLoaders, h
 from lightning_amp.tune.batch_size._learning_rate import UsedRate
 
 _LEFT_OUT = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, ModelSummary, ProgressBar, Timer)
-"""Callbacks that write, stop, or try sizes of their own."""
+"""Callbacks that write files, stop training, or try batch sizes."""
 
 _STEADY_BATCHES, _STEADY_S = 6, 2.0
 _MOST_STEADY_BATCHES = 100
 _LONG_S = 10.0
 """Seconds of steady steps after which two of them are enough."""
 _MOST_BATCHES = 1000
-"""Limit for a module that takes no optimizer step."""
+"""Largest number of batches for a module that takes no optimizer step."""
 
 _NO_PLACE = (
     "`make_data` or `make_module` must have a `batch_size`, an attribute or one of `hparams`, that the loaders are made"
@@ -122,7 +122,7 @@ class Probe(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for config in trainer.lr_scheduler_configs:
-            config.strict = False  # it may monitor a metric of validation, which does not run
+            config.strict = False  # the schedule may monitor a metric of validation, which does not run
         self._note(
             **_facts_of_data(trainer),
             accumulated=trainer.accumulate_grad_batches,
@@ -199,11 +199,11 @@ def _num_rows(loader: Any) -> int | None:
 
 
 def _free_gib(device: torch.device) -> float | None:
-    """Return the memory that this process can use: the free memory and its own."""
+    """Return the memory that this process can use: the free memory and the memory that it already holds."""
     if device.type == "cpu":
         return None
     backend: Any = torch.get_device_module(device.type)
-    with contextlib.suppress(Exception):  # not every device reports it
+    with contextlib.suppress(Exception):  # not every device reports its memory
         free, _ = backend.mem_get_info(device)
         return (free + backend.memory_reserved(device)) / 2**30
     return None

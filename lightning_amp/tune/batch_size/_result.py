@@ -29,7 +29,7 @@ class Measurement(NamedTuple):
 @final
 @dataclass(frozen=True)
 class BatchSizeResult:
-    """The largest batch that fits in one precision. It was run, and is within the limit.
+    """The largest batch that fits in one precision. A run with this batch size was within the limit.
 
     Attributes:
         batch_size: Rows of a batch on each device; 0 if `error` says why there is none.
@@ -104,7 +104,7 @@ class BatchSizes(Mapping[str, BatchSizeResult]):
         return [Table(header, rows, ["---", *["--:"] * 4]), *self._speeds(), *messages]
 
     def _speeds(self) -> list[str]:
-        """Write how many times as fast each precision is per sample, against the first one that ran."""
+        """Write how many times as fast each precision is per sample, compared with the first precision that ran."""
         known = {label: r.samples_per_s for label, r in self._results.items() if r.samples_per_s > 0}
         first, *others = known or [""]
         if not others:

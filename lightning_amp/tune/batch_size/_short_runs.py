@@ -36,7 +36,10 @@ _LEFT_OUT = (
 """Arguments of the Trainer that say how long it trains or what it writes; a profiler would replace our own."""
 
 _MANY_EPOCHS, _MANY_STEPS = 1000, 10_000
-"""Limits that no run reaches. Schedules that ask for the number of steps get one."""
+"""Limits on steps and epochs, too large for any run to reach.
+
+They exist because schedules may read the number of steps.
+"""
 
 
 @final
@@ -78,13 +81,15 @@ class ShortRuns:
 def short_trainer(trainer_kwargs: Mapping[str, Any], probe: Callback) -> dict[str, Any]:
     """Return arguments of a Trainer that trains until the probe stops it, and neither validates nor writes."""
     kwargs = {name: value for name, value in trainer_kwargs.items() if name not in _LEFT_OUT}
-    if isinstance(kwargs.get("limit_train_batches"), float):  # a share of a few large batches is no batch
+    # a share of a few large batches may be less than one batch
+    if isinstance(kwargs.get("limit_train_batches"), float):
         del kwargs["limit_train_batches"]
     given = kwargs.pop("callbacks", None) or []
     return {
         **kwargs,
         "callbacks": [*([given] if not isinstance(given, (list, tuple)) else given), probe],
-        "enable_progress_bar": True,  # the callbacks may hold a bar, which `False` refuses; the probe removes all bars
+        # Lightning refuses `False` if the callbacks contain a progress bar; the probe removes all bars
+        "enable_progress_bar": True,
         "limit_val_batches": 0,
         "logger": DummyLogger(),
         "max_epochs": _MANY_EPOCHS,
@@ -107,7 +112,7 @@ def measurement(run: ArmRun, facts: Facts, size: int) -> Measurement:
     speed = float("nan")
     if facts.batch_rows == size and run.samples_per_s:
         speed = median(run.samples_per_s)
-    elif run.step_s:  # rows are not the first dimension
+    elif run.step_s:  # the rows are not in the first dimension
         speed = size * facts.world_size / median(run.step_s)
     return Measurement(size, run.peak_memory_bytes / 2**30, speed)
 

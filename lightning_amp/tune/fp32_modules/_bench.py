@@ -46,7 +46,7 @@ class Point(NamedTuple):
 
 @final
 class _Reference(NamedTuple):
-    """The gradients of a step in fp32, and the loss scale at which they fit into half precision."""
+    """The gradients of a step in fp32, and the loss scale with which they fit into half precision."""
 
     point: Point
     gradients: dict[str, Tensor]
@@ -87,7 +87,7 @@ class Bench:
         self._metrics = self._reference_metrics(evaluation) if batches else {}
         for watch in (*watches[1:], evaluation):
             watch.forget()
-        self._watch = watches[0]  # its outputs are kept for `suspicion`
+        self._watch = watches[0]  # the outputs of this step are kept for `suspicion`
         self._called = {name for watch in (*watches, evaluation) for name in watch.called}
 
     # -- fp32 ----------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class Bench:
     # -- the modules ---------------------------------------------------------------------------------------------------
 
     def tree(self) -> Tree:
-        """Return the tree of modules that run in these steps and that no rule of the plugin matches."""
+        """Return the tree of the modules that run in these steps and are not matched by the plugin's rules."""
         matched = modules_matching(self._module, self._plugin.fp32_modules).values()
         in_fp32 = {inside for pairs in matched for _, module in pairs for inside in module.modules()}
         names = frozenset(name for name, module in names_of(self._module).items() if module in in_fp32)
@@ -140,7 +140,7 @@ class Bench:
                 self._run(one, point, one.forward_context(), scale)
                 found = one.gradients()
             sums = {name: fidelity_sums(true, found[name] / scale) for name, true in gradients.items() if name in found}
-        except RuntimeError as error:  # if the step does not run, no module is suspicious
+        except RuntimeError as error:  # if the step fails, no module is rated
             if is_out_of_memory(error):
                 raise
         self._watch.forget()
@@ -149,7 +149,7 @@ class Bench:
     # -- low precision -------------------------------------------------------------------------------------------------
 
     def distance(self, rules: Sequence[str] = (), *, until: float = math.inf) -> DistanceToFp32:
-        """Measure the distance from fp32 with rules added to the plugin's own.
+        """Measure the distance from fp32 with rules in addition to the plugin's own.
 
         It returns as soon as an error is larger than `until`.
         """
@@ -225,7 +225,7 @@ class Bench:
 
     @contextmanager
     def _training(self, point: Point, rules: Sequence[str] = (), *, upcast: bool = False) -> Generator[TrainingPass]:
-        """Make a pass over a copy of the module with the weights and buffers of a point."""
+        """Make a training pass on a copy of the module, with the weights and buffers of a recorded step."""
         with (
             _lightning.training_stage(self._trainer),
             closing(TrainingPass(self._trainer, self._module, upcast=upcast)) as one,
@@ -282,13 +282,16 @@ def _tensors(module: LightningModule) -> Mapping[str, Tensor]:
 
 
 def _relative_difference(reference: Mapping[str, Tensor], found: Mapping[str, Tensor], scale: float = 1.0) -> float:
-    """Return the norm of the difference over the norm, with all gradients together; a missing one counts as zero."""
+    """Return the norm of the difference over the norm, with all gradients together.
+
+    A missing gradient counts as zero.
+    """
     pairs = [(r, found[name] / scale if name in found else torch.zeros_like(r)) for name, r in reference.items()]
     if not pairs:
         return 0.0
     sums = torch.stack([fidelity_sums(true, value).cpu() for true, value in pairs]).sum(0)
     signal, _, noise = (math.sqrt(value) for value in sums.tolist())
-    return noise / signal if signal else 0.0  # a gradient of zero has no direction that could be wrong
+    return noise / signal if signal else 0.0  # a gradient of zero has no direction to compare
 
 
 def _not_finite(what: str, value: str, where: str, advice: str) -> str:

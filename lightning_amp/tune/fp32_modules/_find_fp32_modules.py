@@ -20,14 +20,16 @@ from lightning_amp.tune.fp32_modules._search import Found, as_rules, search
 from lightning_amp.tune.fp32_modules._short_fit import in_a_short_fit
 
 _STEPS: tuple[int, ...] = (0, 10)
-"""Indices of the measured batches of training. At the start, weights of 1 or 0 in a norm or an output layer may let no
-gradient pass; after some steps they have other values."""
+"""Indices of the measured batches of training.
+
+At the start, weights of 1 or 0 in a norm or an output layer may stop gradients; after some steps their values differ.
+"""
 
 _FURTHER = 3
 """Number of batches after which the result is checked."""
 
 _ROUNDS = 3
-"""Largest number of searches; each adds the batch on which the rules of the search before were not enough."""
+"""Largest number of searches; each search adds the batch on which the previous rules were not enough."""
 
 
 def find_fp32_modules(
@@ -48,8 +50,8 @@ def find_fp32_modules(
 
     A copy of the module is trained in fp32 for some steps. At the first and the eleventh step, it computes the
     gradient in fp32 and in `precision`, from the same weights and random numbers. Then it validates some batches in
-    both. The search begins with all modules in fp32 and leaves out as many as it can while every error stays within
-    `tolerance`. It then replaces the modules that are left by parts of them. At the end it passes the rules to
+    both. The search begins with all modules in fp32 and leaves out as many modules as possible while every error stays
+    within `tolerance`. It then replaces the modules that are left by parts of them. At the end it passes the rules to
     `AmpPrecision` in a second such fit and checks them on a later batch. If they are not enough there, the search goes
     on with that batch. For fp16 it chooses a loss scale at which gradients fit, if there is one.
 
@@ -164,7 +166,7 @@ def _message(request: Request, answer: _Answer, num_tried: int) -> str:
     if not answer.distance.metrics:
         why = "the module logs nothing in validation" if answer.num_validation else "there is no validation"
         seen = f"{answer.num_training} training batches, gradients alone: {why}"
-    own = " beside your own rules" if request.rules else ""
+    own = " in addition to your own rules" if request.rules else ""
     if not answer.rules:
         return f"Nothing{own} needs fp32: in {request.name!r} {answer.without.describe()} ({seen})."
     what = listed([repr(rule) for rule in answer.rules], most=5)

@@ -1,4 +1,4 @@
-"""Note which modules run in a step and how far their outputs are from fp32, and arrange them as a tree."""
+"""Record which modules run in a step and how far their outputs are from fp32, and arrange them as a tree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_FINITE_DB = 300.0
 def names_of(root: nn.Module) -> dict[str, nn.Module]:
     """Return the modules inside by the first of their names, which the rules of `fp32_modules` match.
 
-    It leaves out metrics, which compute in fp32 anyway, and TorchScript modules, whose inside cannot be changed.
+    It leaves out metrics, which compute in fp32 anyway, and TorchScript modules, whose submodules cannot be changed.
     """
     by_module: dict[nn.Module, str] = {}
     closed: set[nn.Module] = set()
@@ -132,7 +132,7 @@ def suspicion(
 ) -> dict[str, float]:
     """Rate modules by their error in half precision: noise over signal in dB, the mean of output and gradient.
 
-    Values that are not finite rate highest; of equal modules, the one that ran first does.
+    Values that are not finite rate highest; among equal modules, the module that ran first rates higher.
 
     Args:
         tree: The modules to rate.
@@ -150,8 +150,8 @@ def suspicion(
                 inside[outer] = inside[outer] + sums if outer in inside else sums
     for name in (name for name in tree if name):
         noise = [_noise_db(sums[name]) for sums in (outputs, inside) if name in sums]
-        # a culprit has a bad output and a bad gradient; modules before it have only bad gradients, modules after it
-        # only bad outputs
+        # the module to blame has both a bad output and a bad gradient; modules before it have only bad gradients,
+        # modules after it only bad outputs
         rated[name] = sum(noise) / len(noise) - 1e-6 * order.get(name, 0) if noise else -math.inf
     return rated
 

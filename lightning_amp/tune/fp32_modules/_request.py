@@ -21,7 +21,7 @@ _MEASURED = ("precision", "fp32_modules", "eval_precision", "upcast_parameters")
 
 @final
 class Request:
-    """The checked arguments of `find_fp32_modules`. The `ValueError` of a wrong one says what is legal.
+    """The checked arguments of `find_fp32_modules`. The `ValueError` of a wrong argument says which values are legal.
 
     Attributes:
         name: `"fp16"` or `"bf16"`.

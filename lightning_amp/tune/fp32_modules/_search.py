@@ -23,9 +23,9 @@ class Found(NamedTuple):
     """The result of a search.
 
     Attributes:
-        names: Modules that pass together; `None` if not even all modules pass.
+        names: Modules that pass the test together; `None` if not even all modules pass.
         num_tried: Number of evaluated sets.
-        complete: Whether no module can be left out. False if the budget of evaluations was spent before.
+        complete: Whether no module can be left out. False if the budget of evaluations ran out before that was known.
 
     """
 
@@ -42,9 +42,9 @@ def search(
     The search begins with all modules at the top. It leaves out halves of them, the least suspicious modules first,
     while the rest passes (delta debugging, Zeller and Hildebrandt 2002). It then replaces each module by the modules
     inside it if they pass, and so on down the tree. This is hierarchical delta debugging (Misherghi and Su 2006).
-    Modules whose names differ only in numbers, such as the blocks of a transformer, are replaced together and told
-    apart at the end. With k culprits among n modules this takes about 2k log2(n) evaluations. At the end it tries to
-    leave out each module once more: it may have been needed only for one that was left out later.
+    Modules whose names differ only in numbers, such as the blocks of a transformer, are replaced together and separated
+    at the end. If k of n modules are needed, this takes about 2k log2(n) evaluations. At the end it tries to leave out
+    each module once more: it may have been needed only because of a module that was left out later.
 
     Args:
         tree: The modules.
@@ -125,7 +125,7 @@ class _Search:
         return kept
 
     def _parts(self, name: str) -> Iterator[list[str]]:
-        """Iterate over the replacements of a module, or of several alike modules; the larger parts come last."""
+        """Iterate over the replacements of a module, or of several similar modules; larger replacements come last."""
         names = self._single([name])
         parts = self._together(part for one in names for part in self._tree.get(one, ()))
         if parts:
@@ -134,7 +134,7 @@ class _Search:
             yield names
 
     def _together(self, names: Iterable[str]) -> list[str]:
-        """Replace alike modules by their pattern if all modules of the pattern are given."""
+        """Replace similar modules by their pattern if all modules of the pattern are given."""
         given = list(dict.fromkeys(names))
         pattern_of = {
             name: pattern for pattern, alike in self._alike.items() if set(alike) <= set(given) for name in alike
@@ -154,7 +154,7 @@ class _Search:
         return kept
 
     def _merged(self, kept: list[str]) -> list[str]:
-        """Replace two or more modules by the module around them if they are all that is inside it."""
+        """Replace two or more modules by the module around them if it contains no other modules."""
         for name in sorted(self._tree, key=lambda name: -name.count(".")):
             children = self._tree[name]
             if name and len(children) > 1 and set(children) <= set(kept):
@@ -169,8 +169,8 @@ class _Search:
 def _alike(tree: Tree) -> dict[str, tuple[str, ...]]:
     """Group two or more modules whose names differ only in numbers, by the name with a star for each number.
 
-    The names inside them must be the same: numbered layers of different kinds are not alike. If several groups share a
-    pattern, the largest one gets it.
+    The modules inside them must have the same names, because numbered layers may be of different kinds. If several
+    groups share a pattern, the largest group gets the pattern.
     """
     groups: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for name in (name for inside in tree.values() for name in inside):

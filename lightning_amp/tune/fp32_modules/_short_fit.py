@@ -34,7 +34,7 @@ class _WarmUp(AmpPrecision):
     _in_fp32 = True
 
     def compute_in_fp32(self, value: bool) -> bool:
-        """Compute in fp32, or in the user's precision; return the setting before."""
+        """Compute in fp32, or in the user's precision; return the previous setting."""
         before, self._in_fp32 = self._in_fp32, value
         return before
 
@@ -119,8 +119,8 @@ def in_a_short_fit(
         request: The arguments of `find_fp32_modules`.
         steps: Indices of the batches of training to measure, in order.
         work: Measures, and returns the result.
-        rules: Rules in the place of the user's own.
-        later: Number of fits before this one, each of which validated with other batches.
+        rules: Rules that replace the user's own.
+        later: Number of earlier fits. Each of them validated with other batches.
 
     """
     length = {"limit_train_batches": steps[-1] + 1, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}

@@ -113,8 +113,8 @@ def test_only_a_clear_loss_turns_bf16_off(speed: str, monkeypatch: pytest.Monkey
     said = {
         "faster": "; bf16 products run 2.0x as fast as fp32 (1.1 to 3.6) here",
         "slower": "bf16 products run 1.2x as slow as fp32 (1.2 to 1.3) here",
-        "as fast": "; bf16 products beside fp32 here: as fast within 5 %",
-        "noise": "; bf16 products beside fp32 here: speed undecided",
+        "as fast": "; bf16 products compared with fp32 here: as fast within 5 %",
+        "noise": "; bf16 products compared with fp32 here: speed undecided",
         "busy": "; too busy to measure bf16 products",
         "unknown": "instructions",
     }[speed]

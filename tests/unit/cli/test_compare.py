@@ -203,7 +203,7 @@ def test_errors(error: Exception, status: int, line: str, command: Any, compared
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--dirpath", "kept"], "interrupted; finished runs are in `kept`, and the same command goes on from there"),
+        (["--dirpath", "kept"], "interrupted; finished runs are in `kept`, and the same command continues from there"),
         ([], "interrupted; with `--dirpath DIR` the same command goes on where it was stopped"),
     ],
 )

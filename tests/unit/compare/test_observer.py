@@ -84,7 +84,7 @@ def test_the_parent_process_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "killpg", lambda *args: killed.append(args))
     run = run_arm(task(tmp_path), tmp_path, 0.0)
     assert killed == [(0, signal.SIGKILL)]
-    assert "the process that asked for this arm is gone" in str(run.error)
+    assert "the process that started this arm has ended" in str(run.error)
 
 
 class Ragged(Sea):

@@ -121,7 +121,7 @@ def test_a_metric() -> None:
         "best": "1",
         "difference": "-",
         "90 % interval": "-",
-        "verdict": "no margin: it is what the others are compared with",
+        "verdict": "no margin: all other arms are compared with it",
         "same weights, minus fp32": "-",
     }
     bf16 = metric_cells(report, "bf16")
@@ -262,7 +262,7 @@ No recommendation: no margin says what a precision may cost. Pass `margins`, for
 
 | metric | arm | final | best | difference | 90 % interval | verdict | same weights, minus fp32 |
 | --- | --- | --- | --- | --- | --- | --- | --- |
-| val_loss | fp32 | 1 | 1 | - | - | no margin: it is what the others are compared with | - |
+| val_loss | fp32 | 1 | 1 | - | - | no margin: all other arms are compared with it | - |
 | val_loss | bf16 | 1.25 | 1.25 | +0.25 | - | no margin | - |
 | val_loss | control | 1 | 1 | 0 | - | no margin | - |
 

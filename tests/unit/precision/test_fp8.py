@@ -119,7 +119,7 @@ def test_layers_that_the_user_converted_count(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO):
         fit(module, amp, batches(1))
     assert "fp8 products in 3 of 6 linear layers (about 70" in caplog.text
-    assert "beside 1 that you converted yourself" in caplog.text
+    assert "in addition to 1 that you converted yourself" in caplog.text
     assert module.net[4] is theirs
     assert amp.fp8_layers["net.4"] == "converted to fp8 by you already"
 

@@ -49,7 +49,7 @@ def test_one_line(caplog: pytest.LogCaptureFixture) -> None:
         fit(half(net=net), upcasting(), batches(1))
     assert (
         "lightning_amp: 6 trainable bfloat16 parameters (268,288 values) became float32, and 2 buffers with them:"
-        " 526 KiB more, beside gradients and optimizer state in float32. 2 frozen parameters stay in half precision."
+        " 526 KiB more, plus gradients and optimizer state in float32. 2 frozen parameters stay in half precision."
     ) in caplog.messages
 
 

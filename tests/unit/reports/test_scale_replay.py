@@ -124,8 +124,8 @@ def test_there_is_nothing_to_replay() -> None:
 
 
 def test_the_limits_are_stated() -> None:
-    assert "weights are others" in PolicyReplay.LIMITS
-    assert "Above the scales of the record nothing was tried" in PolicyReplay.LIMITS
+    assert "the weights and all later gradients differ" in PolicyReplay.LIMITS
+    assert "The record has no information about scales above its own" in PolicyReplay.LIMITS
 
 
 def test_only_the_part_before_a_fallback_is_replayed() -> None:

@@ -217,7 +217,7 @@ def test_rules_of_ones_own_are_kept() -> None:
     found = find_fp32_modules(seeded(Bce), cases.Rows, arm, tolerance=0.1, trainer_kwargs=CPU)
     assert found[0] == "loss"
     assert any(rule.startswith("centred") for rule in found[1:])
-    assert "beside your own rules" in found.message
+    assert "in addition to your own rules" in found.message
     class_rule = {"precision": "bf16", "fp32_modules": [nn.BCELoss, cases.Centred, "inp"]}
     found = find_fp32_modules(seeded(Bce), cases.Rows, class_rule, tolerance=0.1, trainer_kwargs=CPU)
     assert found == (nn.BCELoss, cases.Centred, "inp")
