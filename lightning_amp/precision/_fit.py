@@ -41,7 +41,7 @@ class Run:
         module: The user's.
         training: Precision of training steps.
         evaluation: Precision of validation, test and prediction.
-        fp32_modules: Rules. A rule that matches nothing raises a `ValueError`.
+        fp32_modules: Rules for modules. A rule that matches nothing raises a `ValueError`.
         replaced: The methods in `REPLACEABLE` that a subclass or the user has replaced.
 
     Attributes:

@@ -87,7 +87,7 @@ def _scale_values(axis: Any, rows: list[ComparisonRow]) -> None:
 
 
 def _scale_differences(axis: Any, rows: list[ComparisonRow], tolerances: set[float]) -> None:
-    """Put zero in the middle, and limit the axis: otherwise a very large tolerance would flatten the differences."""
+    """Put zero in the middle, and limit the axis: otherwise a large tolerance would flatten the differences."""
     largest = max((abs(row.diff) for row in rows if math.isfinite(row.diff)), default=0.0)
     finite = sorted(tolerance for tolerance in tolerances if math.isfinite(tolerance))
     near = [tolerance for tolerance in finite if tolerance < 10 * largest or not largest]

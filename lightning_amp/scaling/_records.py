@@ -26,7 +26,7 @@ from lightning_amp.scaling._scalars import constant, read_scalars
 class Skip:
     """Whether an optimizer step was skipped: `Skip.NO`, `Skip.YES`, or a flag that the device still computes.
 
-    Immutable. Only :meth:`wait` waits for the device. To avoid the wait, read :attr:`known`, or use :meth:`flag` on the
+    Only :meth:`wait` waits for the device. To avoid the wait, read :attr:`known`, or use :meth:`flag` on the
     device.
 
     """

@@ -92,7 +92,7 @@ def _content(report: Judgement) -> dict[str, Any]:
     lead, *rest = report.recommendation.sentences
     names = metric_names(report)
     styles = _charts.styles(report)
-    legend: dict[str, list[str]] = {}  # two arms share a style only if there are very many arms
+    legend: dict[str, list[str]] = {}  # two arms share a style only if there are many arms
     for label, arm in report.arms.items():
         if any(run.loss or run.curves for run in arm.finished):
             legend.setdefault(styles[label], []).append(label)

@@ -117,7 +117,7 @@ def _group(
 
 
 def swatch(style: str) -> str:
-    """Draw the line of an arm for the legend; screen readers skip it."""
+    """Draw a sample of an arm's line for the legend; screen readers skip it."""
     path = '<path class="mean" d="M1 5H31"/>'
     return f'<svg class="swatch {style}" viewBox="0 0 32 10" width="32" height="10" aria-hidden="true">{path}</svg>'
 
@@ -298,7 +298,7 @@ def can_be_drawn(value: float) -> bool:
 def axis_of(values: Iterable[float], *, may_be_log: bool = False) -> Axis:
     """Return an axis on which all values have a place, with a little room at both ends.
 
-    It is logarithmic if all values are positive and differ by a factor of 30 or more. Otherwise, values that are very
+    It is logarithmic if all values are positive and differ by a factor of 30 or more. Otherwise, values that are
     far from nine tenths of all values lie beyond its ends. Without values the axis goes from 0 to 1.
     """
     found = sorted(_drawn(values)) or [0.0, 1.0]
