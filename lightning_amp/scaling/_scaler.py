@@ -410,7 +410,7 @@ def move_scale(scaler: torch.amp.GradScaler, steps: Sequence[StepResult]) -> Non
 def lower_scale(scaler: torch.amp.GradScaler, steps: Iterable[StepResult]) -> bool:
     """Lower the scale in the middle of a batch, if gradients of one of these steps overflowed.
 
-    Return `False` if the steps must be counted at the end of the batch: an `update` of the user's own scaler would wait.
+    Return `False` if the steps must be counted at the end of the batch, since a user's own `update` would wait.
     """
     found_inf = _any_overflow(steps, _torch.scale_tensor(scaler).device)
     if not _has_an_update_of_its_own(scaler):
