@@ -63,7 +63,7 @@ class PrecisionReport:
 
     @property
     def arms(self) -> Mapping[str, Arm]:
-        """Return the arms by label: the reference first, the control last."""
+        """Return the arms by label, the reference first, the control last."""
         return self._judgement.arms
 
     @property
@@ -73,7 +73,7 @@ class PrecisionReport:
 
     @property
     def recommendation(self) -> str:
-        """Return a sentence or two: which arm to use, why, and what would change that."""
+        """Say in a sentence or two which arm to use, why, and what would change that."""
         return self._judgement.recommendation.sentence
 
     def verdict(self, label: str, metric: str) -> Verdict:
