@@ -121,7 +121,8 @@ def plot_histories(
             axes.plot([], [], linestyle=linestyle, linewidth=1, color="gray", label=label)
     if any(histories.values()):
         longest = max(len(text) for text in axes.get_legend_handles_labels()[1])
-        _finish(figure, axes, [record for run in histories.values() for record in run], columns=2 if longest < 60 else 1)
+        records = [record for run in histories.values() for record in run]
+        _finish(figure, axes, records, columns=2 if longest < 60 else 1)
     else:
         say_empty(axes, _NO_STEP)
     return _titled(figure, axes, "Loss scale", path)
