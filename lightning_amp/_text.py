@@ -18,6 +18,12 @@ def exact(value: float) -> str:
     return f"{value:.10g}"
 
 
+def power(value: float) -> str:
+    """Write a power of two as one, even where it is easy to recognise: `2**10`."""
+    exponent = _exponent(value)
+    return exact(value) if exponent is None else f"2**{exponent}"
+
+
 def rounded(value: float) -> str:
     """Write a measured number with three digits: `0.968`, `65,500`, `1.77e+08`."""
     if not math.isfinite(value) or not 1e-3 <= abs(value) < 1e6:

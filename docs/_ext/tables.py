@@ -14,14 +14,22 @@ from sphinx.application import Sphinx
 
 TABLE = re.compile(r'<table class="docutils.*?</table>', re.DOTALL)
 HEAD = re.compile(r"<th class=\"head[^>]*>(.*?)</th>", re.DOTALL)
+ROW = re.compile(r"<tr.*?</tr>", re.DOTALL)
+CELL = re.compile(r"<td[^>]*>(.*?)</td>", re.DOTALL)
 NAME = re.compile(r'<span class="pre">([^<]+)</span>')
 NUMBER = re.compile(r"(?<=[\s>(])[+-]?[\d.,]+(?:e[+-]\d+)?(?=[\s<,)])")
 LONGEST_UNBROKEN = 24
 """Characters of a name that stays on one line. A longer one may break after a dot, an underscore, a slash or `=`."""
 OUTPUT = re.compile(
-    r'(?<=<div class="highlight-text notranslate"><div class="highlight"><pre>).*?(?=</pre>)', re.DOTALL
+    r'(<div class="highlight-(?:text|bash) notranslate"><div class="highlight"><pre>(?:<span></span>)?)(.*?)(?=</pre>)',
+    re.DOTALL,
 )
-COLUMNS = re.compile(r"\S {2,}\S")
+COLUMNS = re.compile(r"\S {2,}\S|^\|.*\|$")
+OPTION = re.compile(r"(?<![\w-])--\w[\w-]*")
+SHORT = 24
+"""Characters of a value that stands beside the name of its column on a phone, and not below it."""
+LONGEST_BESIDE = 16
+"""Characters of the name of a column that has its values beside it."""
 FEWEST_COLUMNS = 3
 """A table of two columns is readable on a phone as it is."""
 
@@ -30,8 +38,10 @@ def fit(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], 
     """Change the tables of a page that is about to be written."""
     if "body" in context:
         body = NAME.sub(_breaking, context["body"])
-        body = OUTPUT.sub(lambda match: "\n".join(map(_unwrapped_columns, match[0].split("\n"))), body)
+        body = OUTPUT.sub(lambda match: match[1] + "\n".join(map(_unwrapped, match[2].split("\n"))), body)
         context["body"] = TABLE.sub(lambda match: _fitting(match[0]), body)
+    if "toc" in context:
+        context["toc"] = NAME.sub(_breaking, context["toc"])
 
 
 def _breaking(name: re.Match[str]) -> str:
@@ -41,25 +51,42 @@ def _breaking(name: re.Match[str]) -> str:
     return f'<span class="pre">{parts}</span>'
 
 
-def _unwrapped_columns(line: str) -> str:
-    return f'<span class="columns">{line}</span>' if COLUMNS.search(line) and "<" not in line else line
+def _unwrapped(line: str) -> str:
+    """Keep columns beside each other, and the dashes of an option with its name."""
+    if COLUMNS.search(line) and "<" not in line:
+        return f'<span class="columns">{line}</span>'
+    return OPTION.sub(r'<span class="unbroken">\g<0></span>', line)
 
 
 def _fitting(table: str) -> str:
     table = NUMBER.sub(
         lambda match: f'<span class="unbroken">{match[0]}</span>' if "-" in match[0] else match[0], table
     )
-    columns = [unescape(re.sub(r"<[^>]+>", "", cell)).strip() for cell in HEAD.findall(table)]
+    columns = [_text(cell) for cell in HEAD.findall(table)]
     if len(columns) < FEWEST_COLUMNS:
         return table
+    rows = [[_text(cell) for cell in CELL.findall(row)] for row in ROW.findall(table)]
+    beside = [
+        len(name) <= LONGEST_BESIDE and all(len(value) <= SHORT for row in rows for value in row[i : i + 1])
+        for i, name in enumerate(columns)
+    ]
 
     def with_columns(row: re.Match[str]) -> str:
         number = count()
-        return re.sub("<td", lambda _: f'<td data-column="{escape(columns[next(number) % len(columns)])}"', row[0])
 
-    table = re.sub(r"<tr.*?</tr>", with_columns, table, flags=re.DOTALL)
+        def named(_: re.Match[str]) -> str:
+            i = next(number) % len(columns)
+            return f'<td data-column="{escape(columns[i])}"{" data-beside" * beside[i]}'
+
+        return re.sub("<td", named, row[0])
+
+    table = ROW.sub(with_columns, table)
     table = re.sub(r'<td (data-column="[^"]*")[^>]*>(?=(?:<p>)?\s*(?:</p>)?\s*</td>)', r'<td class="empty" \1>', table)
     return table.replace('<table class="docutils', '<table class="stacked docutils', 1)
+
+
+def _text(cell: str) -> str:
+    return unescape(re.sub(r"<[^>]+>", "", cell)).strip()
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

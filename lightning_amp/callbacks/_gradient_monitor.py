@@ -129,7 +129,7 @@ class GradientMonitor(Callback):
 
     @property
     def table(self) -> GradientTable:
-        """Return the rows of all samples: `step, name, scale, num_values, ...`. Prints the latest."""
+        """Return the rows of all samples (`step, name, scale, num_values, ...`). Prints the latest."""
         return self._table
 
     @property

@@ -148,7 +148,7 @@ class MetricComparison(Callback):
 
     @property
     def table(self) -> ComparisonTable:
-        """Return all values compared so far: rows of `epoch, step, metric, amp, fp32, diff, relative_diff`."""
+        """Return all values compared so far, in rows of `epoch, step, metric, amp, fp32, diff, relative_diff`."""
         return self._table
 
     @property

@@ -63,7 +63,7 @@ class PrecisionReport:
 
     @property
     def arms(self) -> Mapping[str, Arm]:
-        """Return the arms by label: the reference first, the control last."""
+        """Return the arms by label, the reference first, the control last."""
         return self._judgement.arms
 
     @property
@@ -73,7 +73,7 @@ class PrecisionReport:
 
     @property
     def recommendation(self) -> str:
-        """Return one or two sentences: the arm to use, the reason, and the conditions that would change both."""
+        """Return one or two sentences on the arm to use, the reason, and the conditions that would change both."""
         return self._judgement.recommendation.sentence
 
     def verdict(self, label: str, metric: str) -> Verdict:

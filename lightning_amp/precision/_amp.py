@@ -142,12 +142,12 @@ class AmpPrecision(MixedPrecision):
     @property
     @override
     def precision(self) -> Canonical:  # type: ignore[override]
-        """Return Lightning's name: `"16-mixed"`, `"bf16-mixed"` (for `"fp8"` too) or `"32-true"`."""
+        """Return Lightning's name, `"16-mixed"`, `"bf16-mixed"` (for `"fp8"` too) or `"32-true"`."""
         return self._settled().canonical
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of autocast: `torch.bfloat16` for `"fp8"` too, `torch.float32` for `"fp32"`."""
+        """Return the dtype of autocast, `torch.bfloat16` for `"fp8"` too, `torch.float32` for `"fp32"`."""
         return self._settled().dtype
 
     def _settled(self) -> Choice:

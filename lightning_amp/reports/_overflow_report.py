@@ -104,7 +104,7 @@ class OverflowReport:
 
     @property
     def is_calibration(self) -> bool:
-        """Return whether the step is not a fault: a dynamic scale was too high, and falls to a scale that works."""
+        """Return whether the step is no fault, because a dynamic scale was too high and falls to a scale that works."""
         return self.cause == "backward" and self.scale_is == "dynamic" and self.working_scale is not None
 
     def as_dict(self) -> dict[str, Any]:

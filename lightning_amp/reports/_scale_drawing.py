@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import final
 
-from lightning_amp._text import counted, exact
+from lightning_amp._text import counted, exact, power
 from lightning_amp.findings import StepReason, StepRecord, describe_fallbacks, fallbacks
 from lightning_amp.reports._figures import new_figure, saved, say_empty
 
@@ -58,6 +58,12 @@ def _skips(records: Records, reason: StepReason) -> list[StepRecord]:
     return [record for record in records if record.skipped and record.reason == reason]
 
 
+def _writing(scales: Iterable[float]) -> Callable[[float], str]:
+    """Return how an axis writes its labels: all as `2**16`, or all plain where the scales are easy to recognise."""
+    plain = all(scale == 0 or exact(scale) == f"{scale:g}" for scale in scales)
+    return (lambda scale: f"{scale:.10g}") if plain else power
+
+
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
 _SKIP_MARKS: tuple[tuple[StepReason, str, str, str], ...] = (
@@ -80,7 +86,7 @@ def plot_history(records: Records, summary: str, path: str | os.PathLike[str] | 
             _mark(axes, grown, "^", _COLORS[2], f"scale grew ({len(grown):,})")
         for record in fallbacks(records):
             _mark_fallback(axes, record, "gray", _fallback(record))
-        _finish(figure, axes)
+        _finish(figure, axes, records)
     else:
         say_empty(axes, _NO_STEP)
     return _titled(figure, axes, textwrap.fill(f"Loss scale: {summary}", 90, break_on_hyphens=False), path)
@@ -121,7 +127,8 @@ def plot_histories(
             axes.plot([], [], linestyle=linestyle, linewidth=1, color="gray", label=label)
     if any(histories.values()):
         longest = max(len(text) for text in axes.get_legend_handles_labels()[1])
-        _finish(figure, axes, columns=2 if longest < 60 else 1)
+        records = [record for run in histories.values() for record in run]
+        _finish(figure, axes, records, columns=2 if longest < 60 else 1)
     else:
         say_empty(axes, _NO_STEP)
     return _titled(figure, axes, "Loss scale", path)
@@ -153,11 +160,12 @@ def _mark_fallback(axes: Any, record: StepRecord, color: str, label: str | None 
     axes.axvline(record.index, linestyle="-.", linewidth=1.2, color=color, label=label)
 
 
-def _finish(figure: Figure, axes: Any, columns: int = 4) -> None:
+def _finish(figure: Figure, axes: Any, records: Records, columns: int = 4) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda scale, _: exact(scale)))
+    write = _writing(scale for record in records for scale in (record.scale, record.next_scale))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda scale, _: write(scale)))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     figure.legend(loc="outside lower center", ncols=columns, fontsize="small", markerscale=1.5, frameon=False)
@@ -245,7 +253,8 @@ class _Rows:
         low, high = min(exponents), max(exponents)
         self._step = max(1, math.ceil((math.ceil(high) - math.floor(low)) / (most - 1)))
         self._top = math.floor(high / self._step + 0.5) * self._step
-        self.labels = [exact(2.0 ** (self._top - row * self._step)) for row in range(self.row(low) + 1)]
+        scales = [2.0 ** (self._top - row * self._step) for row in range(self.row(low) + 1)]
+        self.labels = [*map(_writing(scales), scales)]
 
     def row(self, exponent: float) -> int:
         """Return the line that is nearest to an exponent."""

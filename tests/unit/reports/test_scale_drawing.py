@@ -52,6 +52,21 @@ def test_plot_of_a_constant_scale_has_powers_of_two_and_round_steps(steps: int) 
     assert str(unit).strip("0") in ("1", "2", "5")
 
 
+@pytest.mark.parametrize(
+    ("first", "written"), [(4.0, {"4", "0.5"}), (1024.0, {"1024", "128"}), (2.0**12, {"2**12", "2**9"})]
+)
+def test_an_axis_writes_its_powers_of_two_in_one_way(first: float, written: set[str]) -> None:
+    history = ScaleHistory()
+    history.extend(scale_records(dict.fromkeys(range(3), "gradient"), 5, scale=first))
+    axes: Any = history.plot().axes[0]
+    axes.figure.canvas.draw()
+    labels = {label.get_text() for label in axes.get_yticklabels()}
+    assert written <= labels
+    assert len({label.startswith("2**") for label in labels}) == 1
+    text = {line.partition("|")[0].strip() for line in scale_chart(history).splitlines()[:4]}
+    assert written <= text <= labels
+
+
 def test_plot_of_thousands_of_skips_keeps_the_line_in_sight() -> None:
     def records() -> Iterator[StepRecord]:
         scale = 2.0**16
@@ -170,9 +185,9 @@ def test_each_column_has_the_scale_of_its_steps() -> None:
     drawn = {line.split("|")[0].strip(): line.count("-") for line in lines}
     assert drawn == {
         **{f"2**{exponent}": 1 for exponent in range(11, 17)},
-        "1024": 1 + 12,
-        "512": 1 + 20,
-        "256": 20,
+        "2**10": 1 + 12,
+        "2**9": 1 + 20,
+        "2**8": 20,
     }
 
 
