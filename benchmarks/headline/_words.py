@@ -22,7 +22,7 @@ WHY = """\
 ## Reasons for differences from the claims
 
 - **The claims probably compare with fp32 without TF32.** On NVIDIA GPUs since Ampere, convolutions run in TF32 by
-  default, and fp32 products after `torch.set_float32_matmul_precision("high")`. On an H100 or H200
+  default. fp32 matrix products run in TF32 after `torch.set_float32_matmul_precision("high")`. On an H100 or H200
   that is seven times as many FLOPs per second as in strict fp32, and bf16 and fp16 are twice as many again. A
   speed-up over strict fp32 can therefore be larger than claimed, and a speed-up over TF32, the usual setting, smaller.
 - **The memory of weights does not halve.** With AdamW, mixed precision keeps 16 bytes per parameter: the weight in

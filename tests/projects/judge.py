@@ -28,7 +28,7 @@ from projects.arms import run as run_arm
 from projects.registry import Project
 from projects.structure import differences
 
-OURS, AUTOCASTS, STOCKS, NOTE, WRONG = "OURS", "autocast's", "stock's", "note", "WRONG PROJECT"
+OURS, AUTOCASTS, STOCKS, NOTE, WRONG = "OURS", "autocast", "Lightning's plugin", "note", "WRONG PROJECT"
 FACTOR = 1.5
 FLOOR = {"bf16": 2.0**-10, "fp16": 2.0**-13}  # half of the rounding error of one number
 LOWER_SCALE = 2.0**6
@@ -219,7 +219,7 @@ def compare(
 
 def whose_crash(ours: Outcome, stock: Outcome) -> tuple[str, str]:
     if not ours.error:
-        return STOCKS, f"Lightning's own plugin fails: {short(stock.error)}"
+        return STOCKS, f"fails: {short(stock.error)}"
     if stock.error and same_failure(ours.error, stock.error):
         return AUTOCASTS, f"fails with both plugins: {short(ours.error)}"
     if stock.error and ours.error.startswith("ValueError: lightning_amp: "):
@@ -301,7 +301,7 @@ def judge_run(
                 blame(f"observed {name}", lambda o, n=name: o.observed.get(n))
     new = [w for w in ours.warnings if w not in plain.warnings and w not in stock.warnings]
     for text in new:
-        find(NOTE, f"a warning of its own: {short(text)}")
+        find(NOTE, f"a warning only with `AmpPrecision`: {short(text)}")
 
 
 def other_dtypes(outcome: Outcome, plain: Outcome) -> bool:

@@ -40,13 +40,14 @@ Each number is an error against plain fp32, **with `AmpPrecision` / with Lightni
 - The error of the gradients is `||g - g32|| / ||g32||` in the first optimizer step.
 - The error of the losses is the largest difference, relative to the largest loss.
 - `=` means that the trained weights are bit-identical to those of Lightning's own plugin.
-- Steps are the applied steps with `AmpPrecision` / with Lightning's plugin / in fp32. The default loss scale of 2^16
-  may skip the first ones. The errors of a run with skipped steps come from a second run that starts at 2^6.
+- Steps are the applied steps with `AmpPrecision` / with Lightning's plugin / in fp32. With the
+  default loss scale of 2^16 the first steps may be skipped. The errors of a run with skipped steps come from a second
+  run that starts at 2^6.
 - "fp32" compares `AmpPrecision("fp32")` with no plugin at all. All precisions are also run with the four callbacks.
   Both must be bit-identical.
 
-The verdict is *ours* if `AmpPrecision` fails or is less exact than Lightning's own plugin. It is *autocast's* if both
-fail in the same way, and *stock's* if only Lightning's own plugin fails or is less exact.
+The verdict names the cause. It is *OURS* if `AmpPrecision` fails or is less exact than Lightning's own plugin. It is
+*autocast* if both fail in the same way, and *Lightning's plugin* if only that one fails or is less exact.
 """
 
 

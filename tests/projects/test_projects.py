@@ -20,7 +20,7 @@ def test_project(project: Project) -> None:
         pytest.skip(result.skipped)
     assert not result.ours, "\n".join(map(str, result.ours))
     # in an arm no warning is an error; here only warnings are allowed that fp32 or Lightning's own plugin gives, too
-    assert not [str(f) for f in result.findings if "a warning of its own" in f.text]
+    assert not [str(f) for f in result.findings if "a warning only with `AmpPrecision`" in f.text]
 
 
 def test_there_is_enough_to_look_at() -> None:

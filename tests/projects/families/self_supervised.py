@@ -225,7 +225,7 @@ class SimCLRHalfSafe(SimCLR):
 
 @project("self-supervised")
 def simclr_uva_notebook() -> Setup:
-    """SimCLR as in the UvA notebook: masked with -9e15, which fits no half precision."""
+    """SimCLR as in the UvA notebook: masked with -9e15, too large for float16."""
     return Setup(SimCLR(), loader(), trainer={"max_epochs": 2})
 
 
