@@ -40,9 +40,9 @@ HOW = """\
 
 - Each run is a process of its own. It warms up until the loss scale has settled, and then times about 30 steps, or as
   many as take 5 s. A run with a skipped timed step, or with a last loss that is not finite, has no figures. The speed
-  is the median over these steps, with the middle half behind it. A ratio compares one process of each arm, so it has
-  no interval. Two processes of the same arm can differ by some per cent, and by more on a busy machine.
-  `compare_precisions` with several seeds gives the interval.
+  is the median over these steps, with the middle half behind it. A ratio
+  compares one process of each arm, run one after the other, so it has no interval. Two processes of the same arm can
+  differ by some per cent, and by more on a busy machine. `compare_precisions` with several seeds gives the interval.
 - "Strict fp32" is `torch.set_float32_matmul_precision("highest")` and `torch.backends.cudnn.allow_tf32 = False`. All
   other arms use TF32, also for the fp32 parts of mixed precision. "Lightning's own" is Lightning's plugin in the same
   format; fp8 is compared with its bf16.
