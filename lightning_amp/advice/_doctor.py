@@ -70,8 +70,7 @@ def doctor(
         Exception: Any exception of the user's own code.
 
     Cost: 5 to 30 s for the machine. For a module, at most a minute in addition to its own steps (about 150). Each
-        variant that
-    is tried needs a copy of the module, up to six in all; only the one that trains is on the device. A variant that
+    variant needs a copy of the module, up to six in all, and only the one that trains is on the device. A variant that
     does not fit into memory is left out, and the report mentions it.
 
     """
