@@ -179,7 +179,7 @@ def train(
         "in val_loss": f"{loss.diff:+.1e}",
         "steps": plugin.num_steps,
         "skipped": plugin.num_skipped,
-        "final scale": f"{scaler.get_scale():,.0f}" if scaler is not None else "-",
+        "final scale": f"2**{math.log2(scaler.get_scale()):g}" if scaler is not None else "-",
         "samples/s": f"{BATCH_SIZE / median(stopwatch.seconds[5:]):,.0f}",
     }
 
@@ -246,7 +246,7 @@ def about_speed(
         )
     if slow:
         costs = " and ".join(f"{cost:.0f} times as long in {name}" for name, cost in slow.items())
-        lines.append(f"A matrix product takes {costs} as in fp32 on this CPU, so the model is a small one.")
+        lines.append(f"On this CPU a matrix product takes {costs} as in fp32. The demo therefore trains a small model.")
     lines += [f"The full model (256 wide, 3 blocks) in {name}: {speed}." for name, speed in full.items()]
     claims = {name: speed.claim for name, speed in {**speeds, **full}.items()}
     slower = [name for name, claim in claims.items() if claim == "slower"]

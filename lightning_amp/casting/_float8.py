@@ -51,9 +51,9 @@ def choose_fp8_layers(
             return "`nn.MultiheadAttention` uses its weight and never calls it"
         if weight is None:
             return "its weight is computed from something else (a parametrization, pruning)"
-        # the second class is that of a copy made while the layer multiplied in fp8
+        # a copy made while the layer multiplied in fp8 has the second class
         if getattr(layer.forward, "__func__", None) not in (nn.Linear.forward, calling(nn.Linear.forward)):
-            return "its `forward` is not that of `nn.Linear`"
+            return "a subclass or the user has replaced its `forward`"
         if layer is ends[0]:
             return "the first linear layer"
         if layer is ends[-1]:

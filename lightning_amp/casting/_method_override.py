@@ -88,7 +88,7 @@ class MethodOverride(InPlace):
     def _wrap(self, inner: Callable[..., Any]) -> None:
         self.inner = inner
         # Signature and `__wrapped__`, which Lightning follows to see whether a hook is overridden. Other attributes are
-        # not copied, because torch interprets those of a compiled function.
+        # not copied, because torch gives the attributes of a compiled function a meaning.
         functools.update_wrapper(self, inner, updated=())
 
     def note_call(self) -> None:

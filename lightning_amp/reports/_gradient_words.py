@@ -28,7 +28,7 @@ def describe_fault(found: GradientFault, tried: Sequence[TriedRemedy], *, faded:
         text = _noise(found, first, faded)
     works = [f"{one.setting} (tried: {_decibels(one.value)})" for one in tried if one.works]
     if works:
-        return f"{text} What helps: {' or '.join(works)}."
+        return f"{text} Try: {' or '.join(works)}."
     if tried:
         text += f" Tried, each without success: {', '.join(one.setting for one in tried)}."
     return f"{text} `compare_precisions` tells whether that costs quality." if found.kind == "rounding" else text
@@ -41,7 +41,8 @@ def _noise(found: GradientFault, first: str, faded: float) -> str:
     if not found.whole:
         where = f"The gradient of `{row.name}` differs from fp32 ({numbers})"
     if found.kind == "zero":
-        return f"{where}: {percent(row.underflow_fraction)} of it becomes zero at a loss scale of {exact(row.scale)}."
+        lost = percent(row.underflow_fraction)
+        return f"{where}: {lost} of its values become zero at a loss scale of {exact(row.scale)}."
     text = f"{where}: it is in range, but what {row.precision or 'fp16'} rounds away is as large as the gradient."
     if found.whole and faded < 0.01:
         text += f" It has become small, {percent(faded)} of the largest so far: late in a training that is usual."
@@ -65,8 +66,11 @@ def _wrong_length(found: GradientFault) -> str:
 
 def describe_derivative(found: InaccurateDerivative, helps: bool) -> str:
     """Describe how fp16 changes a derivative, and whether `scaled_grad` helps."""
-    lost = f"{percent(found.zero)} of it becomes zero" if found.zero > 0 else f"its SQNR is {found.sqnr_db:.1f} dB"
-    lost = "it overflows" if math.isnan(found.sqnr_db) else lost
+    lost = f"its SQNR is {found.sqnr_db:.1f} dB"
+    if math.isnan(found.sqnr_db):
+        lost = "it overflows"
+    elif found.zero > 0:
+        lost = f"{percent(found.zero)} of its values become zero"
     cure = "`lightning_amp.precision.scaled_grad(self.trainer, ...)` in the place of `torch.autograd.grad`"
     helped = f". {cure} helps (tried)" if helps else ""
     return (

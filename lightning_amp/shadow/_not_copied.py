@@ -1,7 +1,7 @@
-"""Stand-ins, in a copy of a module, for objects that cannot be copied: open files, generators, threads.
+"""Put stand-ins, in a copy of a module, where objects cannot be copied: open files, generators, threads.
 
-Steps of the copy must not use them, because the copy could then change the original. Hooks may use them. Without its
-hooks, such as those of a profiler with its file, the copy would not compute the same as the original.
+A step of the copy that uses a stand-in raises, because it could change the original. Hooks may use the real object: a
+copy without its hooks, for example without a profiler that writes to a file, would not compute the same.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def remove_callbacks(trainer: Trainer, kinds: tuple[type, ...]) -> None:
 
 @final
 class _LeaveOut(Callback):
-    """After the module has configured its callbacks, removes those that write or stop."""
+    """Removes callbacks that write or stop, after the module has configured its callbacks."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -232,13 +232,14 @@ def test_the_demo_judges_each_precision_by_its_own_hardware(
         *{
             (): [],
             ("fp16",): [
-                "A matrix product takes 40 times as long in fp16 as in fp32 on this CPU, so the model is a small one.",
+                "On this CPU a matrix product takes 40 times as long in fp16 as in fp32."
+                " The demo therefore trains a small model.",
                 f"The full model (256 wide, 3 blocks) in bf16: {twice}.",
                 "Slower than fp32 on this CPU: fp16.",
             ],
             ("bf16", "fp16"): [
-                "A matrix product takes 40 times as long in bf16 and 40 times as long in fp16 as in fp32 on this CPU,"
-                " so the model is a small one.",
+                "On this CPU a matrix product takes 40 times as long in bf16 and 40 times as long in fp16 as in fp32."
+                " The demo therefore trains a small model.",
                 "Slower than fp32 on this CPU: bf16 and fp16. Train in fp32 here.",
             ],
         }[slow],

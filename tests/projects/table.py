@@ -39,7 +39,7 @@ Each number is an error against plain fp32, **with `AmpPrecision` / with Lightni
 
 - The error of the gradients is `||g - g32|| / ||g32||` in the first optimizer step.
 - The error of the losses is the largest difference, relative to the largest loss.
-- `=` means that the trained weights are bit-identical to those of Lightning's own plugin.
+- `=` means the same trained weights, bit for bit, as with Lightning's own plugin.
 - Steps are the applied steps with `AmpPrecision` / with Lightning's plugin / in fp32. With the
   default loss scale of 2^16 the first steps may be skipped. The errors of a run with skipped steps come from a second
   run that starts at 2^6.

@@ -27,7 +27,7 @@ _MOST_CAUSES = 8
 
 _LOST_DB = 3.0  # a module below this SQNR is a fault, even if all other modules are fine
 
-_ROUNDING_DB = -30.0  # below this, the true gradient is only rounding noise, like that of a bias before a normalisation
+_ROUNDING_DB = -30.0  # below this the fp32 gradient is rounding noise, as for a bias before a normalisation
 _SAME_WAY = 0.99
 
 

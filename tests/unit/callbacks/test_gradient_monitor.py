@@ -67,7 +67,7 @@ def test_large_gradients(caplog: pytest.LogCaptureFixture) -> None:
     assert monitor.recommended_scale is not None
     assert monitor.recommended_scale < 1
     assert "The gradient overflows in fp16 at a loss scale of 0.5, first in `net.2`" in caplog.text
-    assert "What helps: dividing the loss by 2.0**" in caplog.text
+    assert "Try: dividing the loss by 2.0**" in caplog.text
 
 
 @pytest.mark.parametrize("factor", [1e-9, 1e-4, 1.0, 1e3])

@@ -56,14 +56,14 @@ def last_line(caplog: pytest.LogCaptureFixture, module: Any, plugin: AmpPrecisio
 def test_the_module_that_rounds_is_found(precision: str, caplog: pytest.LogCaptureFixture) -> None:
     text = last_line(caplog, lambda: Ill(Shift()), AmpPrecision(precision))
     assert "first in `net.3`" in text
-    assert "What helps: `fp32_modules=['net.2']` (tried: " in text
+    assert "Try: `fp32_modules=['net.2']` (tried: " in text
     cured = last_line(caplog, lambda: Ill(Shift()), AmpPrecision(precision, fp32_modules=["net.2"]))
     assert "the gradients fit" in cured if precision == "fp16" else "up to rounding" in cured
 
 
 def test_a_higher_scale(caplog: pytest.LogCaptureFixture) -> None:
     text = last_line(caplog, lambda: Faint(nn.Identity()), AmpPrecision("fp16", scaler=1.0))
-    scale = re.search(r"What helps: `DynamicLossScaler\(init_scale=(.*)\)` \(tried", text)
+    scale = re.search(r"Try: `DynamicLossScaler\(init_scale=(.*)\)` \(tried", text)
     assert scale is not None
     plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(eval(scale[1])))
     assert "the gradients fit" in last_line(caplog, lambda: Faint(nn.Identity()), plugin)
@@ -71,7 +71,7 @@ def test_a_higher_scale(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_divisor_of_the_loss(caplog: pytest.LogCaptureFixture) -> None:
     text = last_line(caplog, lambda: Loud(nn.Identity()), AmpPrecision("fp16"))
-    divisor = re.search(r"What helps: dividing the loss by (\S+) \(tried", text)
+    divisor = re.search(r"Try: dividing the loss by (\S+) \(tried", text)
     assert divisor is not None
 
     class Divided(Ill):
@@ -88,9 +88,9 @@ def test_a_scale_that_falls_by_itself_is_called_so(caplog: pytest.LogCaptureFixt
             return super().loss(batch) * (100 if self.trainer.global_step in (6, 7) else 1)
 
     text = last_line(caplog, lambda: Spike(nn.Identity()), AmpPrecision("fp16", scaler=DynamicLossScaler(2.0**11)), 7)
-    assert re.search(r"overflows in fp16 .* What helps: a loss scale of \S+, to which it falls by itself \(tried", text)
+    assert re.search(r"overflows in fp16 .* Try: a loss scale of \S+, to which it falls by itself \(tried", text)
     text = last_line(caplog, lambda: Spike(nn.Identity()), AmpPrecision("fp16", scaler=2.0**11), 7)
-    assert re.search(r"overflows in fp16 .* What helps: `DynamicLossScaler\(init_scale=", text)
+    assert re.search(r"overflows in fp16 .* Try: `DynamicLossScaler\(init_scale=", text)
 
 
 def test_a_fault_is_tried_once_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

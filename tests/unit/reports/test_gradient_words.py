@@ -23,7 +23,7 @@ def test_a_fault_and_what_helps() -> None:
     failed, works = TriedRemedy("`fp32_modules=['x']`", 3.0, False), TriedRemedy("`fp32_modules=['a']`", 40.0, True)
     text = words("rounding", failed, works, precision="bf16")
     assert "first in `a` (SQNR 2.0 dB, cosine 0.5000)" in text
-    assert text.endswith("What helps: `fp32_modules=['a']` (tried: 40.0 dB).")
+    assert text.endswith("Try: `fp32_modules=['a']` (tried: 40.0 dB).")
     text = words("rounding", failed, precision="bf16", faded=0.001)
     assert "Tried, each without success: `fp32_modules=['x']`. `compare_precisions` tells" in text
     assert "late in a training that is usual" in text
@@ -31,7 +31,7 @@ def test_a_fault_and_what_helps() -> None:
 
 
 def test_each_kind() -> None:
-    assert "25 % of it becomes zero at a loss scale of 1" in words("zero", underflow_fraction=0.25)
+    assert "25 % of its values become zero at a loss scale of 1" in words("zero", underflow_fraction=0.25)
     assert words("overflow", **NAN).startswith("The gradient overflows in fp16 at a loss scale of 1, first in `a`;")
     assert words("nan", **NAN, largest=math.nan) == (
         "The gradient is NaN in fp32, too, first in `a`: no precision and no loss scale helps."
