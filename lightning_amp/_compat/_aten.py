@@ -44,6 +44,18 @@ def scaled_product(
 
 
 @functools.cache
+def written(operation: Any) -> tuple[int | str, ...]:
+    """Return the arguments that an operation writes to: by position, keyword-only ones by name.
+
+    Remove with `viewed_or_written`.
+    """
+    schema = getattr(operation, "_schema", None)  # a higher-order operator has no schema
+    arguments = [] if schema is None else enumerate(schema.arguments)
+    changed = [(i, one) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return tuple(one.name if one.kwarg_only else i for i, one in changed)
+
+
+@functools.cache
 def viewed_or_written(operation: Any) -> frozenset[int | str]:
     """Return the arguments, by position and by name, whose memory an operation returns or writes to.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -217,14 +217,25 @@ def training_stage(trainer: Any) -> Generator[None]:
 
 
 # Remove with `run_hook`.
-def call_module_hook(module: Any, name: str, *args: Any) -> Any:
-    """Call a hook, and set `_current_fx_name` for it. `self.log` needs that name, and only the Trainer sets it."""
+def call_module_hook(module: Any, name: str, *args: Any, run: Callable[..., Any] | None = None) -> Any:
+    """Call a hook, and set `_current_fx_name` for it. `self.log` needs that name, and only the Trainer sets it.
+
+    `run`, if given, calls the hook, with the module, its name and the arguments.
+    """
     previous = module._current_fx_name
     module._current_fx_name = name
     try:
-        return getattr(module, name)(*args)
+        return getattr(module, name)(*args) if run is None else run(module, name, *args)
     finally:
         module._current_fx_name = previous
+
+
+def redirected_step(strategy: Any, module: Any, name: str, *args: Any) -> Any:
+    """Call a step through the `forward` of the strategy's model, as the strategy does: FSDP1 gathers parameters there.
+
+    Remove when the strategy has a public way that does not enter the plugin's context.
+    """
+    return strategy._forward_redirection(strategy.model, module, name, *args)
 
 
 # Remove when Lightning drops the cache in copies.

@@ -98,6 +98,10 @@ def is_compiled(module: torch.nn.Module) -> bool:
     )
 
 
+UNCOMPILED = {"_compiled_call_impl": None}
+"""Attributes with which a module runs without its compiled code. Remove when `Module.compile` can be undone."""
+
+
 @final
 class Flag:
     """A flag that copies of an object share.

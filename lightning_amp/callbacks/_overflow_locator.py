@@ -27,6 +27,7 @@ from lightning_amp.causes.overflow import (
     blank_report,
     explain,
     largest_weight,
+    origins,
 )
 from lightning_amp.findings import StepRecord
 from lightning_amp.precision import AmpPrecision
@@ -193,7 +194,7 @@ class OverflowLocator(Callback):
             self._looking = plugin.records.subscribe(self._receive, at_once=True, on_bad_loss=self._on_bad_loss)
             self._num_attempted = plugin.records.num_attempted
             if self._largest_weight is None:  # a resumed run keeps the value from its first start
-                self._largest_weight = largest_weight(pl_module)
+                self._largest_weight = largest_weight(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -319,8 +320,9 @@ class OverflowLocator(Callback):
         report = mine.report
         if report.cause == "weights" and not report.note:
             report = replace(report, note=self._early_checks.bad_setting)
-        everybodys = gather(trainer, Explained(report, mine.key))
+        everybodys = gather(trainer, Explained(report, mine.key, begins=mine.begins))
         found = [one for one in everybodys if one.report.cause != "not reproduced" or one.report.note]
+        found = origins(trainer, found)
         taken = self._causes.add(found or everybodys[:1])
         if trainer.global_rank == 0:
             self._print([report for report in taken if not report.is_repeated])

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_amp._compat import _lightning
@@ -40,8 +46,10 @@ def is_log_point(trainer: Trainer, steps_before: int, every: int | None = None) 
 def why_not_twice(trainer: Trainer, module: LightningModule, step: str, *, against_fp32: bool = False) -> str | None:
     """Explain why a step cannot be run a second time, or cannot be compared with fp32; return `None` if it can."""
     strategy = trainer.strategy
-    if isinstance(strategy, DeepSpeedStrategy) or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
-        return f"it works on one device and in DDP, and the strategy is `{type(strategy).__name__}`"
+    known = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy))
+    if isinstance(strategy, DeepSpeedStrategy) or not known:
+        works = "it works on one device, in DDP, FSDP and tensor parallel"
+        return f"{works}, and the strategy is `{type(strategy).__name__}`"
     if strategy.root_device.type == "xla":
         return "the random generators of XLA devices cannot be paired"
     if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):

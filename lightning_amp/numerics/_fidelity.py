@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp.numerics._limits import widest_dtype
+from lightning_amp.numerics._ranges import dense
 
 _MASK = -3e4
 """A value below this limit in both outputs counts as a mask.
@@ -75,7 +76,7 @@ def output_sums(reference: Tensor, values: Tensor) -> Tensor:
     over the first dimension. They show the bfloat16 error in `x + 1000`, which is a small part of the whole output but
     a large part of the difference between samples.
     """
-    reference, values = reference.detach().float(), values.detach().float()
+    reference, values = dense(reference).detach().float(), dense(values).detach().float()
     alike = ((reference < _MASK) & (values < _MASK)) | (reference == values) & ~torch.isfinite(reference)
     alike |= torch.isnan(reference) & torch.isnan(values)
     reference, values = reference.masked_fill(alike, 0.0), values.masked_fill(alike, 0.0)

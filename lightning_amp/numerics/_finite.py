@@ -43,7 +43,7 @@ def extremes(tensor: Tensor) -> tuple[Tensor, ...]:
         with _modules.outside_dispatch_modes():
             return tensor.detach().aminmax() if tensor.numel() else ()
     tensor = tensor.detach()
-    values = dense(tensor.to_local() if hasattr(tensor, "to_local") else tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    values = dense(tensor)
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     if not values.is_floating_point() or not values.numel():

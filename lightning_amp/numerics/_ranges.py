@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import final
 
-from lightning_amp._compat import _modules
+from lightning_amp._compat import _modules, _sharding
 from lightning_amp.numerics._limits import FORMATS, widest_dtype
 
 _LEAST = 1e-12
@@ -87,7 +87,11 @@ def headroom_bits(values: Tensor, number_format: str = "fp16", scale: float | Te
 
 
 def dense(values: Tensor) -> Tensor:
-    """Return the stored values of a sparse or nested tensor as a plain tensor, and any other tensor unchanged."""
+    """Return the stored values of a sparse or nested tensor, or this rank's part of a sharded one, as a plain tensor.
+
+    Any other tensor is returned unchanged.
+    """
+    values = _sharding.local(values)
     if values.is_nested:
         return values.values() if values.layout is torch.jagged else torch.cat([v.flatten() for v in values.unbind()])
     if values.layout is torch.sparse_coo:

@@ -71,6 +71,8 @@ class OverflowReport:
         is_repeated: Whether an earlier report names the same cause, so that nothing was tried.
         largest_weights: Largest magnitude of a parameter at the start of the fit, and now.
         scale_is: `"dynamic"`, `"static"`, or `"lowest"` if the loss scale cannot fall further; empty without a scale.
+        shard: The part of a sharded module that has the fault, with its mesh dimension; empty if it is in no single
+            part.
     """
 
     record: StepRecord
@@ -90,6 +92,7 @@ class OverflowReport:
     is_repeated: bool = False
     largest_weights: tuple[float, float] | None = None
     scale_is: ScaleIs = ""
+    shard: str = ""
 
     @property
     def working_scale(self) -> float | None:
@@ -140,7 +143,8 @@ class OverflowReport:
         where = f"batch {self.batch_idx}"
         if self.window[0] != self.window[1]:
             where += f" (of batches {self.window[0]} to {self.window[1]}, which make one step)"
-        rank = f", rank {self.rank}" if self.world_size > 1 else ""
+        shard = f" ({self.shard})" if self.shard else ""
+        rank = f", rank {self.rank}{shard}" if self.world_size > 1 else ""
         taken = "was taken although its loss is not finite, since its gradients are"
         lines = [
             f"step {self.record.index} {'was skipped' if self.record.skipped else taken}: epoch {self.epoch},"

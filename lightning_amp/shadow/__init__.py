@@ -19,7 +19,7 @@ from lightning_amp.shadow._private_fit import (
 )
 from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather, gather_on_zero
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
-from lightning_amp.shadow._surroundings import device_of_trainer, unnoticed
+from lightning_amp.shadow._surroundings import device_of_trainer, is_sharded, tensor_parallel_size, unnoticed
 from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "in_one_line",
     "inaccurate_derivatives",
     "is_out_of_memory",
+    "is_sharded",
     "matmul_flops",
     "own_data",
     "own_module",
@@ -56,5 +57,6 @@ __all__ = [
     "rows_of_parameters",
     "run_private_fit",
     "take_sample",
+    "tensor_parallel_size",
     "unnoticed",
 ]

@@ -115,10 +115,11 @@ class EvaluationPass:
         """Reset the metrics of the batches so far, and run the hooks before the first batch."""
         _evaluation.forget_results(self.view)
         self._metrics.clear()
-        for module in self.module.modules():
-            if is_metric(module):
-                module.reset()  # pyright: ignore[reportCallIssue]
-        with self._hook_context(self.module), self._shadow.reduce.suspended():
+        with self.active():
+            for module in self.module.modules():
+                if is_metric(module):
+                    module.reset()  # pyright: ignore[reportCallIssue]
+        with self.active(), self._hook_context(self.module), self._shadow.reduce.suspended():
             for hook in (f"on_{self._stage}_start", f"on_{self._stage}_epoch_start"):
                 if is_overridden(hook, self.module):
                     self._shadow.call(hook)
@@ -135,11 +136,11 @@ class EvaluationPass:
             watch: Entered around the step.
 
         """
-        if loader_idx != self._loader_idx:
-            self._finish_loader()
-            self._loader_idx = loader_idx
         module, call, stage = self.module, self._shadow.call, self._stage
-        with paired_random(self._device_type):
+        with self.active(), self._shadow.settled(), paired_random(self._device_type):
+            if loader_idx != self._loader_idx:
+                self._finish_loader()
+                self._loader_idx = loader_idx
             batch = copy_batch(batch, upcast=self._upcast)
             args = (batch, batch_idx) if loader_idx is None else (batch, batch_idx, loader_idx)
             step_args = args
@@ -159,13 +160,20 @@ class EvaluationPass:
             finally:
                 _lightning.finish_evaluation_batch(self.view)
 
+    def active(self) -> AbstractContextManager[None]:
+        """Return the context for code that changes the shadow between its steps. All ranks must enter it."""
+        return self._shadow.active()
+
     @property
     def metrics(self) -> dict[str, Tensor]:
         """Return the metrics that have been computed so far."""
         return dict(self._metrics)
 
     def take_parameters(self, values: Iterable[Tensor]) -> None:
-        """Set the parameters of the shadow, in their order."""
+        """Set the parameters of the shadow, in their order; of a sharded module, until :meth:`active` ends."""
+        if self._shadow.exchange is not None:
+            self._shadow.exchange.take_parameters(values)
+            return
         with torch.inference_mode(False), torch.no_grad():
             for own, value in zip(self.module.parameters(), values, strict=True):
                 own.copy_(value)
@@ -177,9 +185,10 @@ class EvaluationPass:
             random_state: The random generators before the epoch-end hook of the real module.
             follow: Set the shadow's parameters to the present parameters of the real module.
         """
-        if follow:  # averaged weights may have been swapped out before the hook of the real module
+        # Averaged weights may have been swapped out before the hook of the real module.
+        if follow and self._shadow.exchange is None:
             self.take_parameters(self._real_module.parameters())
-        with paired_random(self._device_type, random_state), self._hook_context(self.module):
+        with self.active(), paired_random(self._device_type, random_state), self._hook_context(self.module):
             self._finish_loader()
             _lightning.start_evaluation_epoch_end(self.view)
             with self._epoch_end_context(self.module):

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from typing_extensions import final
 
-from lightning_amp._compat import _modules
+from lightning_amp._compat import _modules, _sharding
 from lightning_amp.casting import gradient_cast, linear_layers, may_run_in_fp8
 from lightning_amp.findings import TOTAL, GradientRow, InaccurateDerivative
 from lightning_amp.numerics import (
@@ -31,6 +31,7 @@ from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._ranks import gather
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
+from lightning_amp.shadow._surroundings import is_sharded
 from lightning_amp.shadow._training_pass import TrainingPass
 from lightning_amp.tracing import Trace
 
@@ -180,7 +181,12 @@ def _measure(
             name = "" if arrival.call is None else arrival.call.name
             if by == "module" and arrival.place.where == "output" and name in rows:
                 groups[name].magnitudes.append(arrival.largest)
+        counted = _counted(trainer, module)
         for name, gradient in fp32_run.items():
+            for one in (groups[row_of[name]], total):
+                one.magnitudes.append(largest(gradient))
+            if name not in counted:
+                continue
             counts = underflow_counts(gradient, "fp16", scale)
             histogram = exponent_histogram(gradient, _LOWEST, _HIGHEST).counts
             # A gradient that exists only in fp32 is lost in mixed precision.
@@ -189,9 +195,17 @@ def _measure(
             for one in (groups[row_of[name]], total):
                 one.counts.append(counts)
                 one.histograms.append(histogram)
-                one.magnitudes.append(largest(gradient))
                 one.sums.append(sums)
     return groups, sample
+
+
+def _counted(trainer: Trainer, module: LightningModule) -> set[str]:
+    """Return the parameters whose gradients this rank counts: each value of a sharded gradient counts on one rank."""
+    parameters = _modules.plain_parameters(module)
+    if not is_sharded(trainer):
+        return set(parameters)
+    model = cast(nn.Module, trainer.strategy.model)
+    return {name for name, parameter in parameters.items() if _sharding.counts_here(parameter, model)}
 
 
 @contextmanager

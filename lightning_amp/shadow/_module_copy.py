@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import final
 
-from lightning_amp._compat import _lightning, _modules
+from lightning_amp._compat import _lightning, _modules, _sharding
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.shadow._failures import is_out_of_memory
 from lightning_amp.shadow._not_copied import NotCopied, Permission
@@ -49,6 +49,9 @@ _SHARED: tuple[type, ...] = (
     torch.cuda.Stream,
     torch.mps.Event,
 )
+
+Attributes = dict[nn.Module, dict[str, Any]]
+"""The attributes of each module, by name."""
 
 _ATOMS: tuple[type, ...] = (bool, int, float, str, type(None))
 _CONTAINERS: tuple[type, ...] = (list, tuple, set, deque)
@@ -74,11 +77,29 @@ def copy_module(module: LightningModule, memo: dict[int, Any], *, upcast: bool =
     with torch.inference_mode(False), torch.no_grad():
         copier.share(module)
         result = copier.module(module, type(module).__name__)
-        rebind_closures(copier.modules, memo)
-        if copier.refused:
-            copier.permission.grant_to_hooks(copier.modules)
+        copier.bind([vars(copied) for copied in copier.modules])
     _lightning.forget_metric_names(result)
     return cast(LightningModule, result)
+
+
+def copy_attributes(module: nn.Module, model: nn.Module, memo: dict[int, Any], *, in_fp32: bool = False) -> Attributes:
+    """Copy the attributes of all modules inside of a module, for an exchange: modules and parameters stay the same.
+
+    Args:
+        module: The module; unchanged.
+        model: The module, or the unit of FSDP1 around it.
+        memo: As for :func:`copy_module`.
+        in_fp32: Turn half-precision buffers into float32.
+    """
+    copier = _Copier(memo, in_fp32)
+    named = [(name, one) for name, one in module.named_modules() if not _sharding.is_wrapper(one)]
+    shared = [*module.modules(), *module.parameters(), *_sharding.shared_internals(model)]
+    memo.update({id(one): one for one in shared})
+    with torch.inference_mode(False), torch.no_grad():
+        copier.share(module)
+        own = {one: copier.attributes(one, _modules.plain_name(name) or type(module).__name__) for name, one in named}
+        copier.bind(list(own.values()))
+    return own
 
 
 def copy_batch(batch: Any, *, upcast: bool = False) -> Any:
@@ -191,6 +212,20 @@ class _Copier:
             result.__setstate__({name: self.value(item, f"{path}.{name}") for name, item in state.items()})
         self.modules.append(result)
         return result
+
+    def attributes(self, module: nn.Module, path: str) -> dict[str, Any]:
+        """Copy the attributes of one module, without its submodules and parameters; its copies are not compiled."""
+        copies: dict[str, Any] = {}
+        for name, item in vars(module).items():
+            registered = name in ("_parameters", "_modules") or name.endswith("_hooks")
+            copies[name] = copy.copy(item) if registered else self.value(item, f"{path}.{name}")
+        return {**copies, **_modules.UNCOMPILED}
+
+    def bind(self, modules: list[dict[str, Any]]) -> None:
+        """Let hooks and functions among the attributes of copies refer to the copies."""
+        rebind_closures(modules, self.memo)
+        if self.refused:
+            self.permission.grant_to_hooks(modules)
 
     def value(self, value: Any, path: str) -> Any:
         """Copy deeply; if that fails, copy piece by piece."""

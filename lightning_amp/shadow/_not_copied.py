@@ -10,7 +10,6 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
 from typing_extensions import final
 
 
@@ -26,10 +25,10 @@ class Permission:
     def __init__(self) -> None:
         self.granted = False
 
-    def grant_to_hooks(self, modules: Iterable[nn.Module]) -> None:
-        """Let the hooks of copied modules use the objects that could not be copied."""
-        for module in modules:
-            for name, hooks in vars(module).items():
+    def grant_to_hooks(self, modules: Iterable[dict[str, Any]]) -> None:
+        """Let the hooks of copied modules, given by their attributes, use the objects that could not be copied."""
+        for attributes in modules:
+            for name, hooks in attributes.items():
                 if name.endswith("_hooks") and isinstance(hooks, dict):
                     hooks.update({key: self._granted_to(hook) for key, hook in hooks.items() if callable(hook)})
 

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from typing_extensions import final, override
 
-from lightning_amp._compat import _modules
+from lightning_amp._compat import _modules, _sharding
 from lightning_amp._containers import tensors_in
 from lightning_amp.casting import MethodOverride, is_metric
 from lightning_amp.findings import ModuleRow
@@ -99,7 +99,7 @@ class OutputComparison:
         self.unseen, closed = [], set[nn.Module]()
         for full_name, module in root.named_modules():
             name = _modules.plain_name(full_name)
-            if module in closed:
+            if module in closed or _sharding.is_wrapper(module):
                 continue
             if module is not root and is_metric(module):
                 closed.update(module.modules())

@@ -13,12 +13,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from typing_extensions import final
 
-from lightning_amp._compat import _lightning, _modules
+from lightning_amp._compat import _lightning, _modules, _sharding
 from lightning_amp.findings import ModuleRow
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage, follow_ddp_buffers
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._first_batches import FirstBatches
 from lightning_amp.shadow._output_comparison import OutputComparison, OutputTotals
+from lightning_amp.shadow._surroundings import is_sharded
 from lightning_amp.tracing import RandomState
 
 
@@ -145,7 +146,10 @@ class PairedEvaluation:
         weights: list[Tensor] | None = None
         if self._fp32 is not None:
             with self._observing():
-                if self._versions != self._parameter_versions():
+                is_changed = self._versions != self._parameter_versions(self._fp32)
+                if is_changed and is_sharded(self._trainer):  # no rank has the weights of the evaluation any more
+                    self._batches.kept.clear()
+                elif is_changed:
                     weights = [parameter.detach().clone() for parameter in self._fp32.module.parameters()]
                 fp32 = self._fp32.finish(self._random_state)
                 if self._amp is None:
@@ -172,14 +176,15 @@ class PairedEvaluation:
         # The copy is made at the first batch and not earlier, when the epoch-start hooks of all callbacks and the
         # module have run. These hooks swap averaged weights in, and set attributes for the epoch.
         self._started = True
-        self._versions = self._parameter_versions()
         with self._observing():
             self._fp32 = EvaluationPass.in_fp32(self._trainer, self._module, self._stage)
+            self._versions = self._parameter_versions(self._fp32)
         if isinstance(self._trainer.strategy, DDPStrategy) and self._agree():
             follow_ddp_buffers(self._trainer, self._fp32.module)
 
-    def _parameter_versions(self) -> list[int]:
-        return [_modules.version(parameter) for parameter in self._module.parameters()]
+    def _parameter_versions(self, fp32: EvaluationPass) -> list[int]:
+        with fp32.active():  # a sharded module has its shards there, also after a forward
+            return [_modules.version(_sharding.local(parameter)) for parameter in self._module.parameters()]
 
     def _leave_rest_out(self) -> None:
         """Continue with a copy of the module as the AMP side, as the real module runs batches beyond the limit."""

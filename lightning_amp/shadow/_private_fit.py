@@ -86,7 +86,7 @@ def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
     try:
         memo: dict[int, Any] = {}
         copied = copy.deepcopy(made, memo)
-        rebind_closures(list(copied.modules()), memo)
+        rebind_closures(map(vars, copied.modules()), memo)
         if not all(parameter.is_leaf for parameter in copied.parameters()):
             raise RuntimeError("the parameters of its copy cannot be trained, as in TorchScript modules")
         return copied

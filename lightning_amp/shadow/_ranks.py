@@ -49,6 +49,7 @@ class Lockstep:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._is_led = False
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank."""
@@ -81,7 +82,36 @@ class Lockstep:
             OtherRankFailedError: If another rank has failed.
 
         """
-        self._states("on")
+        if not self._is_led:
+            self._states("on")
+
+    @contextmanager
+    def led_by(self, leader: int, work: Callable[..., bool]) -> Generator[Callable[..., bool] | None]:
+        """Let one rank choose passes that all ranks then run in the same way, as sharded modules require.
+
+        Args:
+            leader: The number of the rank that chooses.
+            work: Runs a pass, with keyword arguments that can be pickled; returns whether it worked on this rank.
+
+        Yields:
+            On the leader, a function that runs `work` on all ranks and returns whether it worked on all of them. On
+            other ranks `None`: they follow at the end of the context.
+        """
+
+        def everywhere(**how: Any) -> bool:
+            gather(self._trainer, how)
+            return self.all(work(**how))
+
+        leads = self._trainer.global_rank == leader
+        self._is_led = True
+        try:
+            yield everywhere if leads else None
+        finally:
+            self._is_led = False
+            if leads:
+                gather(self._trainer, None)
+        while not leads and (how := gather(self._trainer, None)[leader]) is not None:
+            self.all(work(**how))
 
     @contextmanager
     def until_all_are_done(self, idle: Callable[[], object]) -> Generator[None]:

@@ -8,7 +8,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
 from typing_extensions import final
 
 MAPPINGS: tuple[type, ...] = (dict, OrderedDict, defaultdict)
@@ -16,19 +15,18 @@ _FUNCTIONS: tuple[type, ...] = (types.FunctionType, functools.partial)
 _EMPTY = object()
 
 
-def rebind_closures(modules: Iterable[nn.Module], memo: dict[int, Any]) -> None:
+def rebind_closures(modules: Iterable[dict[str, Any]], memo: dict[int, Any]) -> None:
     """Make the functions that copied modules keep close over the copies.
 
     `copy.deepcopy` does not copy functions, so a hook `lambda *_: self.seen.append(1)` would write to the
     original.
 
     Args:
-        modules: The copies.
+        modules: The attributes of each copy.
         memo: The memo of `copy.deepcopy`: by `id`, the object that replaces another in the copy.
     """
     rebinding = _Rebinding(memo)
-    for module in modules:
-        attributes = vars(module)
+    for attributes in modules:
         for name, item in list(attributes.items()):
             if isinstance(item, _FUNCTIONS):
                 attributes[name] = rebinding.counterpart(item)

@@ -6,17 +6,21 @@ trainer stay in the shadow. Its other effects (prints, files, globals) happen tw
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
+from torch import nn
 from typing_extensions import final
 
 from lightning_amp._compat import _lightning
+from lightning_amp.shadow._exchange import Exchange
 from lightning_amp.shadow._module_copy import copy_module
+from lightning_amp.shadow._surroundings import is_sharded
 from lightning_amp.shadow._views import NOTHING, SilentProgressBar, View, replaying, silent_logger
 
 
@@ -32,6 +36,10 @@ class Shadow:
         trainer_attributes: Further attributes of the trainer's view.
         strategy_attributes: The same for `trainer.strategy`.
         upcast: Convert half-precision parameters and buffers to float32, for a run in fp32.
+        parameters: Parameters outside of the module that its step may reach.
+
+    A sharded module is its own shadow: inside of :meth:`active` it has copies of all attributes but its parameters,
+    which no code can change. All ranks must enter that context together.
 
     Cost: building it copies parameters, buffers, metric states and other attributes: some 0.1 ms of host time per
     submodule. Building it does not wait for the device.
@@ -45,6 +53,7 @@ class Shadow:
         trainer_attributes: Mapping[str, Any] | None = None,
         strategy_attributes: Mapping[str, Any] | None = None,
         upcast: bool = False,
+        parameters: Iterable[nn.Parameter] = (),
     ) -> None:
         self.reduce = Reduce(trainer.strategy)
         plugin = replaying(trainer.precision_plugin)
@@ -63,12 +72,35 @@ class Shadow:
         memo: dict[int, Any] = {id(trainer): view, id(trainer.strategy): strategy}
         memo.update({id(logger): silent for logger, silent in zip(trainer.loggers, loggers, strict=True)})
         self.view: Any = view
-        self.module = copy_module(module, memo, upcast=upcast)
+        self.exchange: Exchange | None = None
+        self._redirect: Callable[..., Any] | None = None
+        if is_sharded(trainer):
+            model = cast(nn.Module, trainer.strategy.model)
+            self.exchange, self.module = Exchange(module, model, parameters, memo, in_fp32=upcast), module
+            vars(view).update(model=model)
+            self._redirect = partial(_lightning.redirected_step, trainer.strategy) if model is not module else None
+        else:
+            self.module = copy_module(module, memo, upcast=upcast)
+            vars(view).update(model=self.module)
         _lightning.own_results(view, trainer, memo)
         for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
             view.compute(name, lambda name=name: _lightning.connector_metrics(view, name))
-        vars(view).update(lightning_module=self.module, model=self.module)
-        self.module.trainer = cast(Trainer, view)
+        vars(view).update(lightning_module=self.module)
+        with self.active():
+            self.module.trainer = cast(Trainer, view)
+
+    def active(self) -> AbstractContextManager[None]:
+        """Return the context in which the shadow may be used. A copy may always be used."""
+        return nullcontext() if self.exchange is None else self.exchange.active()
+
+    @contextmanager
+    def settled(self) -> Generator[None]:
+        """Reshard a sharded module after a run inside, so that its parameters have their gradients."""
+        try:
+            yield
+        finally:
+            if self.exchange is not None:
+                self.exchange.settle()
 
     def call(self, hook: str, *args: Any) -> Any:
         """Run a hook or step of the shadow on its view of the trainer; `self.log` works in it.
@@ -76,12 +108,15 @@ class Shadow:
         Compiled code runs eagerly. Compiling again for another precision would take minutes. It could also use up the
         function's recompile limit, and then the real run would fall back to eager mode.
         """
-        with torch.compiler.set_stance("force_eager"):
-            return _lightning.call_module_hook(self.module, hook, *args)
+        edits = nullcontext() if self.exchange is None else self.exchange.writes
+        with torch.compiler.set_stance("force_eager"), edits:
+            run = self._redirect if hook.endswith("_step") else None
+            return _lightning.call_module_hook(self.module, hook, *args, run=run)
 
     def close(self) -> None:
         """Remove the references between module and view, to free memory before the next garbage collection."""
-        self.module.trainer = None
+        if self.exchange is None:
+            self.module.trainer = None
         vars(self.view.strategy).clear()
         vars(self.view).clear()
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from lightning_amp.tracing import fp32_switches, paired_random
 
@@ -74,6 +75,17 @@ def _matmul_precision() -> str | None:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
         return None
+
+
+def is_sharded(trainer: Trainer) -> bool:
+    """Return whether the strategy shards modules, so that all ranks must run each step together."""
+    return isinstance(trainer.strategy, (ModelParallelStrategy, FSDPStrategy))
+
+
+def tensor_parallel_size(trainer: Trainer) -> int:
+    """Return how many ranks compute with the same batch, each with a part of the weights."""
+    strategy = trainer.strategy
+    return strategy.device_mesh["tensor_parallel"].size() if isinstance(strategy, ModelParallelStrategy) else 1
 
 
 def device_of_trainer(trainer_kwargs: Mapping[str, Any]) -> torch.device:

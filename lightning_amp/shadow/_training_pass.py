@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from typing_extensions import final
 
-from lightning_amp._compat import _lightning, _modules
+from lightning_amp._compat import _lightning, _modules, _sharding
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._shadow import Shadow
@@ -65,16 +65,21 @@ class TrainingPass:
             "precision_plugin": plugin,
             "lr_scheduler_configs": [_idle_schedule(config) for config in trainer.lr_scheduler_configs],
         }
+        optimized = [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
         self._shadow = Shadow(
             trainer,
             module,
             trainer_attributes={**replaced, "optimizers": stand_ins["optimizers"]},
             strategy_attributes={**replaced, **stand_ins, "backward": self._backward},
             upcast=upcast,
+            parameters=optimized,
         )
+        self._active = ExitStack()
+        self._active.enter_context(self._shadow.active())
         self.module = self._shadow.module
-        optimized = [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
-        self._real = list({id(parameter): parameter for parameter in (*module.parameters(), *optimized)}.values())
+        own = {id(parameter) for parameter in self.module.parameters()}
+        reachable = {id(p): p for p in (*module.parameters(), *optimized) if id(p) not in own}
+        self._real = list(reachable.values())
         # Parameters correspond by position, because a parameter that two modules share is also shared in the copy.
         twins = {id(real): own for real, own in zip(module.parameters(), self.module.parameters(), strict=True)}
         for stand_in in (*stand_ins["_lightning_optimizers"], *stand_ins["optimizers"]):
@@ -131,6 +136,7 @@ class TrainingPass:
         self._stepped.clear()
         shadow = self._shadow
         with (
+            shadow.settled(),
             paired_random(self._device_type, random_state),
             torch.enable_grad(),
             _frozen(self._real),
@@ -162,12 +168,13 @@ class TrainingPass:
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the last run by parameter name, as their optimizer would have stepped with them.
 
-        They are multiplied by the scale.
+        They are multiplied by the scale. Of a sharded gradient it returns this rank's part.
         """
         found: dict[str, Tensor] = {}
         for name, parameter in _modules.plain_parameters(self.module).items():
             gradient = self._stepped.get(id(parameter), parameter.grad)
             if gradient is not None:
+                gradient = _sharding.local(gradient)
                 found[name] = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
         return found
 
@@ -188,6 +195,7 @@ class TrainingPass:
     def close(self) -> None:
         """Free the shadow."""
         self.forget_gradients()
+        self._active.close()
         self._shadow.close()
         if self._froze:
             gc.unfreeze()

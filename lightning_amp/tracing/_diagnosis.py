@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ def diagnose(trace: Trace, loss: Tensor | None, batch: Any) -> Diagnosis:
     if loss_is_bad or arrival is not None:
         call = trace.first_bad_call(overflowed=not loss_is_bad)
         if call is not None:
-            return _in_forward(call, batch)
+            return _in_forward(call, batch, trace.bad_parameters)
     if loss_is_bad:
         assert loss is not None
         entries = nonfinite_entries(batch)
@@ -59,11 +59,14 @@ def diagnose(trace: Trace, loss: Tensor | None, batch: Any) -> Diagnosis:
     )
 
 
-def _in_forward(call: Call, batch: Any) -> Diagnosis:
+def _in_forward(call: Call, batch: Any, bad_parameters: Collection[str] | None) -> Diagnosis:
     cause, entries, takes_nonfinite = "forward", (), call.takes_nonfinite
-    parameter = next((n for n, p in _modules.plain_parameters(call.module).items() if count_nonfinite(p)), None)
+    prefix = f"{call.name}." if call.name else ""
+    own = {f"{prefix}{name}": parameter for name, parameter in _modules.plain_parameters(call.module).items()}
+    known = bad_parameters
+    parameter = next((n for n, p in own.items() if (count_nonfinite(p) if known is None else n in known)), None)
     if parameter is not None:
-        cause, parameter = "weights", f"{call.name}.{parameter}" if call.name else parameter
+        cause = "weights"
     elif takes_nonfinite and (entries := nonfinite_entries(batch)):
         cause = "batch"
     dtype, shape = next(iter(call.outputs), (None, None))

@@ -64,7 +64,7 @@ def _kept(func: Any) -> frozenset[int | str] | None:
     A view as another dtype reinterprets bits, so its argument must keep its dtype. Operations between ranks write
     arguments that their schema does not mark. Random numbers differ between dtypes.
     """
-    if _is_drawn(func) or func is torch.ops.aten.view.dtype or getattr(func, "namespace", "") == "c10d":
+    if _is_drawn(func) or func is torch.ops.aten.view.dtype or getattr(func, "namespace", "") in ("c10d", "fsdp"):
         return None
     return _aten.viewed_or_written(func)
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import final, override
 
-from lightning_amp._compat import _modules
+from lightning_amp._compat import _modules, _sharding
 from lightning_amp._containers import replace, tensors_in
 from lightning_amp._user_line import Place
 from lightning_amp.numerics import extremes, is_finite, output_sums, outside_modes
@@ -126,7 +126,7 @@ class OperationWatch(TorchFunctionMode):
         """Return the operation that made a tensor not finite, while the context is entered."""
         call: OperationCall | None = self._made_bad.get(tensor)
         with suppress(Exception):  # a sparse tensor has no storage
-            call = call or self._by_storage.get(tensor.untyped_storage().data_ptr())
+            call = call or self._by_storage.get(_sharding.local(tensor).untyped_storage().data_ptr())
         return call
 
     @override
@@ -207,7 +207,7 @@ class OperationWatch(TorchFunctionMode):
             for tensor in outputs:
                 self._made_bad[tensor] = call
                 with suppress(Exception):  # a sparse tensor has no storage
-                    self._by_storage[tensor.untyped_storage().data_ptr()] = call
+                    self._by_storage[_sharding.local(tensor).untyped_storage().data_ptr()] = call
 
     def _is_of_gradients(self, tensor: Tensor) -> bool:
         return tensor in self._of_gradients or any(p.grad is tensor for p in self._parameters)

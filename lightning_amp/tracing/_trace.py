@@ -6,7 +6,7 @@ All measurements stay on the device; the host reads them once, at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import final, override
 
-from lightning_amp._compat import _modules
+from lightning_amp._compat import _modules, _sharding
 from lightning_amp._containers import tensors_in
 from lightning_amp.findings import Where
 from lightning_amp.numerics import HALF_DTYPES, dense, extremes, largest_finite, stack_scalars
@@ -118,20 +118,26 @@ class Trace(TorchFunctionMode):
     Args:
         module: The module to watch, with all its submodules; it must not be compiled.
         values: Also measure the inputs and outputs of each forward. `False` measures gradients only.
+        bad_parameters: The parameters that are not finite on any rank, for a sharded module; by default each parameter
+            is read where it matters.
 
     Cost: one pass over every input, output and gradient. For looking into a failure, not for every step.
 
     """
 
-    def __init__(self, module: nn.Module, *, values: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, *, values: bool = True, bad_parameters: Collection[str] | None = None
+    ) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.bad_parameters = module, bad_parameters
         self.calls: list[Call] = []  # in the order in which they ended
         self.arrivals: list[Arrival] = []  # in the order in which they were computed
         self.owners: dict[str, tuple[str, nn.Module]] = {}  # the module of each parameter, with its name
         # Outermost modules that TorchScript compiled: only gradients of their parameters are watched.
         self.unseen: list[str] = []
         self._values = values
+        self._own_parameters: dict[nn.Module, list[tuple[str, str]]] = {}  # by module: own name, qualified name
+        self._watched: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self._num_calls = 0
         self._open: list[Call] = []
@@ -142,6 +148,8 @@ class Trace(TorchFunctionMode):
         watched: set[nn.Parameter] = set()
         for full_name, module in self.module.named_modules():
             name = _modules.plain_name(full_name)
+            if _sharding.is_wrapper(module):
+                continue
             if isinstance(module, torch.jit.ScriptModule):  # TorchScript modules accept no hooks
                 if not any(name.startswith(f"{outer}.") for outer in self.unseen):
                     self.unseen.append(name)
@@ -153,8 +161,8 @@ class Trace(TorchFunctionMode):
                     watched.add(parameter)
                     parameter_name = f"{name}.{own_name}" if name else own_name
                     self.owners[parameter_name] = name, module
-                    place = GradientPlace("parameter", parameter=parameter_name)
-                    self._handles.append(parameter.register_hook(partial(self._arrived, place, None)))
+                    self._own_parameters.setdefault(module, []).append((own_name, parameter_name))
+                    self._watch_parameter(parameter, parameter_name)
         return super().__enter__()
 
     @override
@@ -164,6 +172,7 @@ class Trace(TorchFunctionMode):
             handle.remove()
         self._handles.clear()
         self._open.clear()
+        self._watched.clear()
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,8 +185,11 @@ class Trace(TorchFunctionMode):
             self._in_derivative = False
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._in_backward:  # activation checkpointing runs forwards again
+        if self._in_backward or _sharding.is_redirected(module):  # activation checkpointing runs forwards again
             return
+        for own_name, parameter_name in self._own_parameters.get(module, ()):
+            # FSDP replaces its shards, whose hooks are not called, by gathered parameters for the forward
+            self._watch_parameter(getattr(module, own_name), parameter_name)
         call = Call(name, module, self._num_calls)
         self._num_calls += 1
         self._open.append(call)
@@ -205,6 +217,12 @@ class Trace(TorchFunctionMode):
                     call.output_ends.extend(extremes(tensor))
                 self._watch(GradientPlace("output", call.number, position), call, tensor)
 
+    def _watch_parameter(self, parameter: Tensor, name: str) -> None:
+        if id(parameter) not in self._watched and parameter.requires_grad:
+            self._watched[id(parameter)] = parameter
+            place = GradientPlace("parameter", parameter=name)
+            self._handles.append(parameter.register_hook(partial(self._arrived, place, None)))
+
     def _watch(self, place: GradientPlace, call: Call, tensor: Tensor) -> None:
         if tensor.requires_grad:
             self._handles.append(tensor.register_hook(partial(self._arrived, place, call)))
@@ -212,6 +230,7 @@ class Trace(TorchFunctionMode):
     def _arrived(self, place: GradientPlace, call: Call | None, gradient: Tensor) -> None:
         with _modules.outside_function_modes(), _modules.outside_transforms():
             gradient = _modules.behind_transforms(gradient)
+            gradient = _sharding.local(gradient)
             key = (gradient.data_ptr() if gradient.layout is torch.strided else id(gradient), gradient.numel())
             ends, shape = extremes(gradient), shape_of(gradient)
             self.arrivals.append(Arrival(place, call, ends, gradient.dtype, shape, key, self._in_derivative))

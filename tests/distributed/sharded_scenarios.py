@@ -282,7 +282,7 @@ def resume() -> Any:
 
 @scenario(2)
 def callbacks() -> Any:
-    """Callbacks that run a step twice say that they do not; nothing fails, and the run is the same."""
+    """Callbacks that run steps twice run beside a run with trouble, and the run is the same."""
     printed = io.StringIO()
     handler = logging.StreamHandler(printed)
     loggers = [logging.getLogger(f"lightning.{name}") for name in ("pytorch", "fabric")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
@@ -81,7 +81,7 @@ class EvaluationReplay:
     def _run(
         self, one: EvaluationPass, steps: Sequence[KeptBatch], watch: Watch | None, rules: Sequence[str] = ()
     ) -> Replayed:
-        try:
+        with closing(one), one.active():
             if self._weights is not None:
                 one.take_parameters(self._weights)
             if rules:
@@ -97,8 +97,6 @@ class EvaluationReplay:
                 metrics = one.metrics
             value = metrics.get(self._metric)
             return Replayed(None if value is None else float(value), held)
-        finally:
-            one.close()
 
 
 def _both(names: OutputComparison, operations: OperationWatch) -> Watch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -62,8 +63,12 @@ def blame(
     found_in_fp32: Diagnosis,
     fp32_watch: OperationWatch,
     batch: Any,
+    bad_parameters: Collection[str] | None = None,
 ) -> Blame:
-    """Correct a diagnosis by the run of the same step in fp32, and do not blame an intended mask."""
+    """Correct a diagnosis by the run of the same step in fp32, and do not blame an intended mask.
+
+    `bad_parameters` has the parameters of a sharded module that are not finite on any rank.
+    """
     if found_in_fp32.cause == "none":
         return _lost_in_half(module, found, amp_watch, fp32_watch)
     found = replace(found, in_fp32="not finite")
@@ -73,7 +78,7 @@ def blame(
     if call is None:
         return Blame(found, None)
     if call.takes_nonfinite and not call.sources:
-        outside = _from_outside(module, found, call, batch)
+        outside = _from_outside(module, found, call, batch, bad_parameters)
         if outside.cause in ("batch", "weights"):
             return Blame(outside, None)
         named = _named(module, outside, call, fp32_watch, amp_watch)
@@ -139,12 +144,14 @@ def _backward_in_fp32(
     return named
 
 
-def _from_outside(module: nn.Module, found: Diagnosis, call: OperationCall, batch: Any) -> Diagnosis:
+def _from_outside(
+    module: nn.Module, found: Diagnosis, call: OperationCall, batch: Any, bad_parameters: Collection[str] | None
+) -> Diagnosis:
     """Find the parameter, buffer or part of the batch that was not finite before any operation."""
     owner = call.module or found.module
     classes = {_modules.plain_name(name): type(m).__name__ for name, m in module.named_modules()}
-    states = [*module.named_parameters(), *module.named_buffers()]
-    bad = [_modules.plain_name(name) for name, value in states if _is_bad(value)]
+    states = [*(module.named_parameters() if bad_parameters is None else ()), *module.named_buffers()]
+    bad = [*(bad_parameters or ()), *(_modules.plain_name(name) for name, value in states if _is_bad(value))]
     near = [name for name in bad if owner and name.startswith(f"{owner}.")]
     entries = nonfinite_entries(batch)
     if near or (bad and not entries):

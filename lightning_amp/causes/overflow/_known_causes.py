@@ -10,7 +10,7 @@ from typing_extensions import final
 
 from lightning_amp._arguments import is_count
 from lightning_amp._text import counted
-from lightning_amp.causes.overflow._search import Explained
+from lightning_amp.causes.overflow._everybody import Explained
 from lightning_amp.reports import OverflowReport
 from lightning_amp.scaling import Saved
 

@@ -18,8 +18,9 @@ from lightning_amp._compat import _modules
 from lightning_amp._text import named
 from lightning_amp.casting import Choice, Fp32Modules, our_name, runnable
 from lightning_amp.causes.overflow._blame import Blame, blame, blame_without_fp32, key_with_fp32, key_without_fp32
+from lightning_amp.causes.overflow._everybody import Explained, bad_shards, try_together
 from lightning_amp.causes.overflow._remedies import Case, calls_like, modules_after, try_remedies
-from lightning_amp.findings import StepRecord
+from lightning_amp.findings import Remedy, StepRecord
 from lightning_amp.numerics import (
     HALF_DTYPES,
     all_finite,
@@ -39,17 +40,9 @@ from lightning_amp.shadow import (
     OtherRankFailedError,
     TrainingPass,
     gather,
+    is_sharded,
 )
 from lightning_amp.tracing import Diagnosis, Edit, GradientPlace, OperationWatch, Place, Trace, diagnose, magnitudes
-
-
-@final
-class Explained(NamedTuple):
-    """The result of one rank's search."""
-
-    report: OverflowReport
-    key: str  # the same for all batches that show this cause
-    step: KeptBatch | None = None  # the batch that the report describes
 
 
 def blank_report(
@@ -69,7 +62,7 @@ def blank_report(
         diagnosis=Diagnosis("none"),
         parameters=nonfinite_gradients(_modules.plain_parameters(module)),
         precision=Choice.of(record.precision).canonical,
-        largest_weights=None if weight_at_start is None else (weight_at_start, largest_weight(module)),
+        largest_weights=None if weight_at_start is None else (weight_at_start, largest_weight(trainer, module)),
         scale_is=_scale_is(getattr(trainer.precision_plugin, "scaler", None), record),
     )
 
@@ -83,10 +76,11 @@ def _scale_is(scaler: torch.amp.GradScaler | None, record: StepRecord) -> ScaleI
     return "lowest" if record.scale <= lowest else "dynamic"
 
 
-def largest_weight(module: LightningModule) -> float:
-    """Return the largest magnitude of the parameters. This waits for the device."""
+def largest_weight(trainer: Trainer, module: LightningModule) -> float:
+    """Return the largest magnitude of the parameters; all ranks must call. This waits for the device."""
     found = [largest_finite(p.detach()) for p in module.parameters() if p.numel() and p.is_floating_point()]
-    return float(stack_scalars(found).max()) if found else 0.0
+    mine = float(stack_scalars(found).max()) if found else 0.0
+    return max(gather(trainer, mine)) if is_sharded(trainer) else mine
 
 
 def explain(
@@ -106,6 +100,7 @@ def explain(
     steps = steps[-min(gather(trainer, len(steps))) :]
     found: Explained | None = None
     number, step, note = 0, steps[-1], _edited(steps[-1])
+    bad_parameters = bad_shards(trainer, module) if is_sharded(trainer) else None
     with ExitStack() as stack:
 
         def start() -> TrainingPass:
@@ -114,7 +109,7 @@ def explain(
         try:
             replay = ranks.run(start)
             for number, step in enumerate(steps, start=1):
-                run = ranks.run(partial(_run_as_it_was, replay, step, record.scale))
+                run = ranks.run(partial(_run_as_it_was, replay, step, record.scale, bad_parameters))
                 note, is_new = "; ".join(filter(None, (_edited(step), _unseen(run.unseen)))), False
                 if found is None and run.found.cause != "none":
                     found = _without_fp32(report, run, step, number, note)
@@ -123,17 +118,18 @@ def explain(
                     in_fp32 = ranks.run(partial(_run_in_fp32, trainer, module, replay, step, run))
                     scale = 1.0 if report.scale_is == "dynamic" else record.scale
                     rerun = _Rerun(trainer.precision_plugin, device.type, replay, step, scale)
-                    with ranks.until_all_are_done(rerun.is_finite):
-                        if is_new and found is not None:
-                            found, blamed = _with_fp32(found, replay.module, run, in_fp32, step)
-                            if not (isinstance(in_fp32, Failure) and in_fp32.out_of_memory):
-                                case = _case(trainer, module, record, blamed, run, in_fp32, rerun)
-                                tried = try_remedies(ranks, case)
-                                by_scale = [r.kind for r in tried if r.worked and r.kind in ("scale", "divisor")]
-                                found = found._replace(
-                                    report=replace(found.report, remedies=tuple(tried)),
-                                    key=by_scale[-1] if by_scale else found.key,
-                                )
+                    look = partial(
+                        _blamed, trainer, module, found if is_new else None, rerun, run, in_fp32, bad_parameters
+                    )
+                    if bad_parameters is not None:
+                        blamed, case = ranks.run(look)
+                        tried = try_together(trainer, ranks, rerun.is_finite, blamed, case)
+                    else:
+                        with ranks.until_all_are_done(rerun.is_finite):
+                            blamed, case = look()
+                            tried = [] if case is None else try_remedies(ranks, case)
+                    if blamed is not None:
+                        found = _with_remedies(blamed, tried)
                 if ranks.all(found is not None):
                     break
         except OtherRankFailedError:
@@ -144,6 +140,30 @@ def explain(
                 too_large = ": there is no cause to report. A smaller batch needs less" * failure.out_of_memory
                 return _not_found(report, step, max(number - 1, 0), failure.text + too_large)
     return found or _not_found(report, steps[-1], len(steps), note)
+
+
+def _blamed(
+    trainer: Trainer,
+    module: LightningModule,
+    found: Explained | None,
+    rerun: _Rerun,
+    run: _StepAsItWas,
+    in_fp32: _StepInFp32 | Failure,
+    bad_parameters: Mapping[str, tuple[int, str]] | None,
+) -> tuple[Explained | None, Case | None]:
+    """Complete the diagnosis of this rank, if it has a new one, and return the case for which remedies are tried."""
+    if found is None:
+        return None, None
+    found, blamed = _with_fp32(found, rerun.replay.module, run, in_fp32, rerun.step, bad_parameters)
+    if isinstance(in_fp32, Failure) and in_fp32.out_of_memory:
+        return found, None
+    return found, _case(trainer, module, found.report.record, blamed, run, in_fp32, rerun)
+
+
+def _with_remedies(found: Explained, tried: list[Remedy]) -> Explained:
+    by_scale = [remedy.kind for remedy in tried if remedy.worked and remedy.kind in ("scale", "divisor")]
+    report = replace(found.report, remedies=tuple(tried))
+    return found._replace(report=report, key=by_scale[-1] if by_scale else found.key)
 
 
 def _not_found(report: OverflowReport, step: KeptBatch, number: int, note: str) -> Explained:
@@ -161,11 +181,26 @@ def _without_fp32(report: OverflowReport, run: _StepAsItWas, step: KeptBatch, nu
         parameters=report.parameters or run.parameters,
         note=note,
     )
-    return Explained(report, key_without_fp32(run.found, run.watch), step)
+    return Explained(report, key_without_fp32(run.found, run.watch), step, _begins(run))
+
+
+def _begins(run: _StepAsItWas) -> float:
+    """Return the place of the first fault in the order of operations: the backward follows the forward, in reverse."""
+    watch = run.watch
+    if run.found.cause in ("weights", "batch"):
+        return -1
+    if run.found.cause == "backward":
+        return math.inf if watch.first_backward is None else 1e9 - watch.first_backward.call.number
+    return min((call.number for call in watch.bad), default=math.inf)
 
 
 def _with_fp32(
-    found: Explained, module: LightningModule, run: _StepAsItWas, in_fp32: _StepInFp32 | Failure, step: KeptBatch
+    found: Explained,
+    module: LightningModule,
+    run: _StepAsItWas,
+    in_fp32: _StepInFp32 | Failure,
+    step: KeptBatch,
+    bad_parameters: Mapping[str, tuple[int, str]] | None,
 ) -> tuple[Explained, Blame]:
     """Complete the diagnosis by the run in fp32, and name the operation that made the difference."""
     report = found.report
@@ -175,10 +210,14 @@ def _with_fp32(
             note = f"it could not be run in fp32 ({in_fp32.reason})"
             report = replace(report, note="; ".join(filter(None, (report.note, note))))
     else:
-        blamed = blame(module, run.found, run.watch, in_fp32.found, in_fp32.watch, step.batch)
+        blamed = blame(module, run.found, run.watch, in_fp32.found, in_fp32.watch, step.batch, bad_parameters)
         if report.cause == "backward":
             report = replace(report, largest_gradient=in_fp32.largest)
     report = replace(report, diagnosis=blamed.diagnosis, cause=cause_of(blamed.diagnosis))
+    where = (bad_parameters or {}).get(report.diagnosis.parameter or "")
+    if report.cause == "weights" and where is not None:
+        rank, shard = where
+        report, found = replace(report, rank=rank, shard=shard), found._replace(begins=-1)
     return found._replace(report=report, key=key_with_fp32(blamed.diagnosis, found.key)), blamed
 
 
@@ -234,8 +273,11 @@ class _StepAsItWas(NamedTuple):
     unseen: list[str]  # modules inside which operations cannot be watched
 
 
-def _run_as_it_was(replay: TrainingPass, step: KeptBatch, scale: float) -> _StepAsItWas:
-    trace, watch = Trace(replay.module), OperationWatch(replay.module, BOUNDARY)
+def _run_as_it_was(
+    replay: TrainingPass, step: KeptBatch, scale: float, bad_parameters: Collection[str] | None
+) -> _StepAsItWas:
+    trace = Trace(replay.module, bad_parameters=bad_parameters)
+    watch = OperationWatch(replay.module, BOUNDARY)
     loss = replay.run(
         step.batch,
         step.batch_idx,

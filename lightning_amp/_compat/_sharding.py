@@ -1,0 +1,319 @@
+"""Private names of torch around sharded modules: the state that a second run of such a module must put back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import final
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a `DTensor`, always the same object, and any other tensor unchanged.
+
+    A tensor that still arrives from other ranks is waited for. The public `to_local` returns a new view, and autograd
+    records it. Remove when it does neither.
+    """
+    part: Any = getattr(tensor, "_local_tensor", tensor)
+    return part.trigger_wait() if hasattr(part, "trigger_wait") else part
+
+
+def _is_fsdp2(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def _param_groups(state: Any) -> list[Any]:
+    # one group, or none, up to torch 2.11
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups) if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+
+
+def shared_internals(model: nn.Module) -> list[Any]:
+    """Return objects of torch that the attributes of a sharded model refer to, and that must not be copied.
+
+    Remove when FSDP2 keeps its state, and FSDP1 its views of freed memory, out of the attributes of modules.
+    """
+    units: list[Any] = [module for module in model.modules() if _is_fsdp2(module)]
+    handles: list[Any] = [unit._handle for unit in model.modules() if is_wrapper(unit)]
+    flat = [handle.flat_param for handle in handles if handle is not None]
+    views = [vars(info.module).get(info.param_name) for one in flat for info in one._param_infos]
+    views += [vars(info.module).get(info.param_name) for one in flat for info in one._shared_param_infos]
+    return [*(unit._get_fsdp_state() for unit in units), *(view for view in views if view is not None)]
+
+
+@final
+class Fsdp2:
+    """The units that `fully_shard` made inside of a module. Without any, each method does nothing.
+
+    FSDP2 keeps, for the length of a forward and a backward, which units are gathered, in which order they ran, and
+    gradients that it has not reduced yet. Its public names reset some of this, but save nothing. Remove when a second
+    run of a module is a public feature of FSDP2.
+
+    Args:
+        module: The module; between two steps.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._units: list[Any] = [m for m in module.modules() if _is_fsdp2(m)]
+        self._states: list[Any] = list(dict.fromkeys(unit._get_fsdp_state() for unit in self._units))
+        self._groups: list[Any] = [group for state in self._states for group in _param_groups(state)]
+        self._params: list[Any] = [param for group in self._groups for param in group.fsdp_params]
+        self._saved: list[tuple[Any, str, Any]] = []
+        self._gathered: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._units)
+
+    def reshard(self) -> None:
+        """Register the shards as the parameters of their modules, and free what was gathered."""
+        for group in self._groups:
+            group._to_sharded()
+
+    def set_aside(self) -> None:
+        """Reshard, and keep the state of the units until :meth:`put_back`."""
+        self._gathered = [group for group in self._groups if group.is_unsharded]
+        self.reshard()
+        for comm in {id(group.comm_ctx): group.comm_ctx for group in self._groups}.values():
+            self._replace(comm, post_forward_order=[])
+        for group in self._groups:
+            self._replace(group, _post_forward_indices=[], reduce_grads=True, all_reduce_grads=True)
+            self._replace(group, reshard_after_backward=True, _partial_reduce_output=None)
+        for param in self._params:
+            self._replace(param, unsharded_accumulated_grad=None)
+
+    def _replace(self, owner: Any, **attributes: Any) -> None:
+        for name, value in attributes.items():
+            if hasattr(owner, name):
+                self._saved.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, value)
+
+    def put_back(self) -> None:
+        """Undo :meth:`set_aside`, also after a forward or a backward that raised an exception."""
+        self.settle()
+        for owner, name, value in reversed(self._saved):
+            setattr(owner, name, value)
+        self._saved.clear()
+        for group in self._gathered:  # a hook that reads a parameter after the forward expects it gathered
+            group.unshard()
+            group.wait_for_unshard()
+        self._gathered = []
+
+    def settle(self) -> None:
+        """Bring the units to their state between two steps: resharded, and without anything under way."""
+        for state in self._states:
+            if (roots := getattr(state, "_state_ctx", None)) is not None:
+                roots.iter_forward_root = None
+            if hasattr(state, "_modules_to_run_forward"):
+                state._modules_to_run_forward.clear()
+            state._training_state = type(state._training_state).IDLE
+        for group in self._groups:
+            result, group._all_gather_result = group._all_gather_result, None
+            work = getattr(result, "all_gather_work", None)
+            if work is not None and hasattr(work, "wait"):
+                work.wait()
+            if (event := group._post_reduce_event) is not None and hasattr(event, "synchronize"):
+                event.synchronize()
+            group._post_reduce_event = None
+            group.comm_ctx.post_forward_order.clear()
+            group._post_forward_indices.clear()
+            group._training_state = type(group._training_state).IDLE
+            group._to_sharded()
+
+    @property
+    def casts(self) -> bool:
+        """Return whether a `MixedPrecisionPolicy` changes dtypes: those of gathered parameters are rounded then."""
+        policies = [owner.mp_policy for owner in self._groups] + [state._mp_policy for state in self._states]
+        return any((p.param_dtype, p.reduce_dtype, p.output_dtype) != (None, None, None) for p in policies)
+
+    @contextmanager
+    def gathering_in_full(self) -> Generator[None]:
+        """Gather parameters, and reduce their gradients, in their own dtype: set each `MixedPrecisionPolicy` aside.
+
+        Call it while the units are resharded.
+        """
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        found = [(state, state._mp_policy) for state in self._states]
+        inner = [(group, group.mp_policy) for group in self._groups]
+        buffers = [(p, p.all_gather_outputs, p.__dict__.pop("_unsharded_param", None)) for p in self._params]
+        plain = MixedPrecisionPolicy()
+        try:
+            for state in self._states:
+                state._mp_policy = plain
+            self._gather_by((group, plain) for group in self._groups)
+            yield
+        finally:
+            self.settle()
+            for state, policy in found:
+                state._mp_policy = policy
+            self._gather_by(inner)
+            for param, outputs, unsharded in buffers:
+                param.all_gather_outputs = outputs
+                if unsharded is not None:
+                    param._unsharded_param = unsharded
+
+    def _gather_by(self, policies: Iterable[tuple[Any, Any]]) -> None:
+        for group, policy in policies:
+            group.mp_policy = policy
+            for param in group.fsdp_params:
+                param.all_gather_outputs = []
+                param.__dict__.pop("_unsharded_param", None)
+            group._init_mp_dtypes()
+
+
+@final
+class Fsdp1:
+    """The same as :class:`Fsdp2` for the units of `FullyShardedDataParallel`.
+
+    Remove when FSDP1 is removed from torch.
+
+    Args:
+        root: The outermost unit.
+    """
+
+    casts = False
+    """A second run gathers in the dtype of the first, because FSDP1 chooses its buffers once."""
+
+    def __init__(self, root: nn.Module) -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        units: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
+        self._units = [(unit, unit._handle) for unit in units if unit._handle is not None]
+        self._saved: list[tuple[Any, str, Any]] = []
+        self._gathered: list[tuple[Any, Any]] = []
+
+    def _is_gathered(self, handle: Any) -> bool:
+        flat = handle.flat_param
+        if not hasattr(flat, "_local_shard"):  # before the first forward
+            return False
+        return handle._skipped_use_sharded_views or flat.data_ptr() != flat._local_shard.data_ptr()
+
+    def reshard(self) -> None:
+        """Let the parameters of modules be views of this rank's shard."""
+        from torch.distributed.fsdp._runtime_utils import _reshard
+
+        for unit, handle in self._units:
+            if self._is_gathered(handle):
+                _reshard(unit, handle, handle.uses_sharded_strategy)
+
+    def set_aside(self) -> None:
+        """Reshard, and keep the state of the units until :meth:`put_back`.
+
+        Raises:
+            RuntimeError: Within an accumulation, while FSDP1 keeps whole gradients.
+        """
+        for _, handle in self._units:
+            flat = handle.flat_param
+            if handle.uses_sharded_strategy and flat.grad is not None and flat.grad.shape != flat._local_shard.shape:
+                raise RuntimeError("FSDP1 keeps the gradients of an accumulation in a form that cannot be set aside")
+        self._gathered = [(unit, handle) for unit, handle in self._units if self._is_gathered(handle)]
+        self.reshard()
+        for unit, handle in self._units:
+            order = unit._exec_order_data
+            for owner, name, value in (
+                (handle.flat_param, "grad", None),
+                (handle, "_post_forward_index", None),
+                (handle, "_needs_pre_backward_unshard", False),
+                (order, "handles_post_forward_order", []),
+            ):
+                self._saved.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, value)
+
+    def put_back(self) -> None:
+        """Undo :meth:`set_aside`, also after a forward or a backward that raised an exception."""
+        from torch.distributed.fsdp._runtime_utils import _unshard
+
+        self.settle()
+        for owner, name, value in reversed(self._saved):
+            setattr(owner, name, value)
+        self._saved.clear()
+        for unit, handle in self._gathered:
+            _unshard(unit, handle, unit._unshard_stream, unit._pre_unshard_stream)
+        self._gathered = []
+
+    def settle(self) -> None:
+        """Bring the units to their state between two steps: resharded, and without anything under way."""
+        for unit, handle in self._units:
+            flat = handle.flat_param
+            if hasattr(flat, "_post_backward_hook_state"):
+                flat._post_backward_hook_state[-1].remove()
+                del flat._post_backward_hook_state
+            unit.training_state = type(unit.training_state).IDLE
+            handle._training_state = type(handle._training_state).IDLE
+            handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = handle._prefetched = False
+            unit._post_backward_callback_queued = False
+        self.reshard()
+
+    def gathering_in_full(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: see :attr:`casts`."""
+        return contextlib.nullcontext()
+
+    @property
+    def num_shards(self) -> int:
+        """Return over how many ranks a parameter is sharded; further ranks have replicas."""
+        unit, handle = self._units[0]
+        return unit.process_group.size() if handle.uses_sharded_strategy else 1
+
+
+def is_redirected(module: Any) -> bool:
+    """Return whether the next call of a module's `forward` runs a step, as Lightning arranges for FSDP1.
+
+    Remove with `Fsdp1`.
+    """
+    return getattr(vars(module).get("forward"), "__qualname__", "").startswith("_ForwardRedirection")
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is a unit of FSDP1, which calls the module inside. Remove with `Fsdp1`."""
+    return type(module).__name__ == "FullyShardedDataParallel"
+
+
+def units_of(model: nn.Module) -> Fsdp1 | Fsdp2:
+    """Return the units of a strategy's model. Remove with `Fsdp1`."""
+    return Fsdp1(model) if any(map(is_wrapper, model.modules())) else Fsdp2(model)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a tensor is a `DTensor`. Remove when importing its class does not import all of them."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def shard_of(tensor: Tensor) -> str:
+    """Describe which part of a sharded tensor this rank has; an empty text for a plain tensor. Remove with `local`."""
+    if not is_sharded(tensor):
+        return ""
+    from torch.distributed.tensor import Shard
+
+    mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    placements: Any = tensor.placements  # pyright: ignore[reportAttributeAccessIssue]
+    where = mesh.get_coordinate() or [0] * mesh.ndim
+    names = mesh.mesh_dim_names or [str(dim) for dim in range(mesh.ndim)]
+    parts = [
+        f"shard {where[dim]} of {mesh.size(dim)} in mesh dimension `{names[dim]}`"
+        for dim, placement in enumerate(placements)
+        if isinstance(placement, Shard) and mesh.size(dim) > 1
+    ]
+    return ", ".join(parts)
+
+
+def counts_here(tensor: Tensor, model: nn.Module) -> bool:
+    """Return whether this rank is the one that counts a parameter, so that each value is counted once over all ranks.
+
+    A shard counts on each rank, its replicas only on the first. A plain parameter of a sharded `model`, which each rank
+    has whole, counts on rank 0. Remove with `Fsdp1`.
+    """
+    if not is_sharded(tensor):
+        units = units_of(model)
+        return torch.distributed.get_rank() < (units.num_shards if isinstance(units, Fsdp1) else 1)
+    from torch.distributed.tensor import Shard
+
+    mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    where = mesh.get_coordinate() or [0] * mesh.ndim
+    placements: Any = tensor.placements  # pyright: ignore[reportAttributeAccessIssue]
+    return all(isinstance(one, Shard) or i == 0 for one, i in zip(placements, where, strict=True))

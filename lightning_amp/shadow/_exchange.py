@@ -1,0 +1,187 @@
+"""Run a sharded module a second time as its own shadow: exchange its attributes for copies, and put them back.
+
+A sharded module cannot be copied: FSDP2 swaps classes and keeps state for each module, and the parameters of a tensor
+parallel one belong to a device mesh. All ranks must run the second pass, because it gathers parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from typing_extensions import final, override
+
+from lightning_amp._compat import _aten, _modules, _sharding
+from lightning_amp.shadow._module_copy import copy_attributes
+
+_GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@final
+class Exchange:
+    """The second set of attributes of a sharded module. The parameters are shared, so they take no more memory.
+
+    Args:
+        module: The module, between two steps.
+        model: The module, or the unit of FSDP1 around it.
+        parameters: All parameters that the step may reach; their gradients are set aside.
+        memo: The memo of `copy.deepcopy`: by `id`, the object that replaces another, for example the trainer.
+        in_fp32: Gather parameters in their own dtype, for a run in fp32.
+
+    Cost: copies of buffers, metric states and other attributes.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        model: nn.Module,
+        parameters: Iterable[nn.Parameter],
+        memo: dict[int, Any],
+        *,
+        in_fp32: bool,
+    ) -> None:
+        self._fsdp = _sharding.units_of(model)
+        self._fsdp.reshard()
+        self._in_fp32 = in_fp32
+        self._own = copy_attributes(module, model, memo, in_fp32=in_fp32)
+        self._parameters = list({id(p): p for p in (*module.parameters(), *parameters)}.values())
+        self._guard = _ParameterGuard()
+        self._active = ExitStack()
+        self._depth = 0
+
+    @property
+    def writes(self) -> _ParameterGuard:
+        """Return the context in which user code runs: it keeps the values of parameters that this code changes."""
+        return self._guard
+
+    @contextmanager
+    def active(self) -> Generator[None]:
+        """Give the module its second set of attributes inside. All ranks must enter it."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self) -> None:
+        """Exchange the attributes; a second call does nothing but count."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        with ExitStack() as undo:
+            self._fsdp.set_aside()
+            undo.callback(self._fsdp.put_back)
+            undo.enter_context(self._attributes())
+            undo.enter_context(_without_gradients(self._parameters))
+            self._guard.begin(self._parameters)
+            undo.callback(self._guard.restore)
+            if self._in_fp32 and self._fsdp.casts:
+                undo.enter_context(self._fsdp.gathering_in_full())
+            undo.callback(self._fsdp.settle)
+            self._active = undo.pop_all()
+
+    def leave(self) -> None:
+        """Exchange the attributes back, after as many calls as there were of :meth:`enter`."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._active.close()
+
+    def settle(self) -> None:
+        """Free gathered parameters after a run, also one that raised: the module's parameters are its shards again."""
+        self._fsdp.settle()
+
+    def take_parameters(self, values: Iterable[Tensor]) -> None:
+        """Set the parameters until :meth:`leave`. This takes memory for their present values."""
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, values, strict=False):
+                self._guard.keep(parameter)
+                _sharding.local(parameter).copy_(_sharding.local(value))
+
+    @contextmanager
+    def _attributes(self) -> Generator[None]:
+        real = [(module, dict(vars(module))) for module in self._own]
+        _set_attributes(self._own.items())
+        try:
+            yield
+        finally:
+            self._fsdp.reshard()
+            self._own = {module: dict(vars(module)) for module in self._own}
+            _set_attributes(real)
+
+
+def _set_attributes(attributes: Iterable[tuple[nn.Module, dict[str, Any]]]) -> None:
+    for module, values in attributes:
+        present = vars(module)
+        present.clear()
+        present.update(values)
+
+
+@contextmanager
+def _without_gradients(parameters: list[nn.Parameter]) -> Generator[None]:
+    """Set gradients aside, and hooks on them: a hook that steps an optimizer must not run a second time."""
+    gradients = [parameter.grad for parameter in parameters]
+    hooks = [[getattr(parameter, name, None) for name in _GRADIENT_HOOKS] for parameter in parameters]
+    for parameter, found in zip(parameters, hooks, strict=True):
+        parameter.grad = None
+        for name, hook in zip(_GRADIENT_HOOKS, found, strict=True):
+            if hook:
+                setattr(parameter, name, None)
+    try:
+        yield
+    finally:
+        for parameter, gradient, found in zip(parameters, gradients, hooks, strict=True):
+            parameter.grad = gradient
+            for name, hook in zip(_GRADIENT_HOOKS, found, strict=True):
+                if hook:
+                    setattr(parameter, name, hook)
+
+
+@final
+class _ParameterGuard(_modules.DispatchMode):
+    """Keeps the values of parameters before an operation changes them, and restores them: a step may edit weights."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._locals: dict[int, Tensor] = {}  # each rank's part of a parameter, by the address of its values
+        self._kept: dict[int, Tensor] = {}
+
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note where the parameters are in memory."""
+        self._locals = {_address(p): _sharding.local(p.detach()) for p in parameters if _sharding.local(p).numel()}
+
+    def keep(self, parameter: Tensor) -> None:
+        """Keep the present values of one parameter, unless they are kept already."""
+        address = _address(parameter)
+        if address in self._locals and address not in self._kept:
+            with _modules.outside_dispatch_modes():
+                self._kept[address] = self._locals[address].clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the kept values back."""
+        for address, values in self._kept.items():
+            self._locals[address].copy_(values)
+        self._kept.clear()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for key in _aten.written(func):
+            value = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
+            for one in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(one, Tensor):
+                    self.keep(one)
+        return func(*args, **kwargs)
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return _sharding.local(tensor).untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a sparse or a fake tensor has no storage
+        return 0
