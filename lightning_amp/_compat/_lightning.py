@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -228,6 +229,12 @@ def call_module_hook(module: Any, name: str, *args: Any, run: Callable[..., Any]
         return getattr(module, name)(*args) if run is None else run(module, name, *args)
     finally:
         module._current_fx_name = previous
+
+
+def timeout(strategy: Any) -> timedelta:
+    """Return how long the ranks of a strategy wait for each other. Remove when strategies have a public attribute."""
+    found = getattr(strategy, "_timeout", None)
+    return found if found is not None else timedelta(minutes=30)
 
 
 def redirected_step(strategy: Any, module: Any, name: str, *args: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -81,11 +82,15 @@ class Fsdp2:
         self.reshard()
         for comm in {id(group.comm_ctx): group.comm_ctx for group in self._groups}.values():
             self._replace(comm, post_forward_order=[])
+        for roots in {id(state._state_ctx): state._state_ctx for state in self._states}.values():
+            self._replace(roots, is_last_backward=True)
         for group in self._groups:
             self._replace(group, _post_forward_indices=[], reduce_grads=True, all_reduce_grads=True)
             self._replace(group, reshard_after_backward=True, _partial_reduce_output=None)
         for param in self._params:
             self._replace(param, unsharded_accumulated_grad=None)
+            if hasattr(param, "_unsharded_param"):
+                self._replace(param._unsharded_param, grad=None)
 
     def _replace(self, owner: Any, **attributes: Any) -> None:
         for name, value in attributes.items():
@@ -107,23 +112,36 @@ class Fsdp2:
     def settle(self) -> None:
         """Bring the units to their state between two steps: resharded, and without anything under way."""
         for state in self._states:
-            if (roots := getattr(state, "_state_ctx", None)) is not None:
-                roots.iter_forward_root = None
-            if hasattr(state, "_modules_to_run_forward"):
-                state._modules_to_run_forward.clear()
+            roots = state._state_ctx
+            roots.iter_forward_root, roots.post_backward_final_callback_queued = None, False
             state._training_state = type(state._training_state).IDLE
+            getattr(state, "_modules_to_run_forward", set[Any]()).clear()
+        comms = {id(group.comm_ctx): (group.comm_ctx, group.device_handle) for group in self._groups}
+        for comm, device in comms.values():
+            reduced = getattr(comm, "reduce_scatter_states", ())
+            for pending in (getattr(comm, "all_gather_state", None), *reduced):
+                _wait_for(device, getattr(pending, "event", None))
+            for event in getattr(comm, "_last_post_reduce_events", {}).values():
+                _wait_for(device, event)
+            for held in (reduced, getattr(comm, "_last_post_reduce_events", ()), comm.post_forward_order):
+                if held:
+                    held.clear()
+            comm.all_gather_state = None
         for group in self._groups:
             result, group._all_gather_result = group._all_gather_result, None
             work = getattr(result, "all_gather_work", None)
             if work is not None and hasattr(work, "wait"):
                 work.wait()
-            if (event := group._post_reduce_event) is not None and hasattr(event, "synchronize"):
-                event.synchronize()
+            for event in (getattr(result, "all_gather_event", None), group._post_reduce_event):
+                _wait_for(group.device_handle, event)
             group._post_reduce_event = None
-            group.comm_ctx.post_forward_order.clear()
             group._post_forward_indices.clear()
             group._training_state = type(group._training_state).IDLE
             group._to_sharded()
+        for param in self._params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
 
     @property
     def casts(self) -> bool:
@@ -165,6 +183,12 @@ class Fsdp2:
                 param.all_gather_outputs = []
                 param.__dict__.pop("_unsharded_param", None)
             group._init_mp_dtypes()
+
+
+def _wait_for(device: Any, event: Any) -> None:
+    """Let the current stream wait for an event; on the CPU there is nothing to wait for. Remove with `Fsdp2`."""
+    if event is not None and hasattr(stream := device.current_stream(), "wait_event"):
+        stream.wait_event(event)
 
 
 @final
@@ -277,6 +301,37 @@ def is_wrapper(module: nn.Module) -> bool:
 def units_of(model: nn.Module) -> Fsdp1 | Fsdp2:
     """Return the units of a strategy's model. Remove with `Fsdp1`."""
     return Fsdp1(model) if any(map(is_wrapper, model.modules())) else Fsdp2(model)
+
+
+def store(prefix: str) -> Any:
+    """Return the store by which the ranks found each other, for keys with a prefix. Remove when torch exports it."""
+    return torch.distributed.PrefixStore(prefix, torch.distributed.distributed_c10d._get_default_store())
+
+
+@functools.cache
+def _group_argument(operation: Any) -> tuple[int, bool] | None:
+    namespace, name = getattr(operation, "namespace", ""), str(getattr(operation, "__name__", ""))
+    if namespace not in ("c10d", "_c10d_functional") or name.startswith(("send", "recv")):
+        return None
+    for i, argument in enumerate(operation._schema.arguments):
+        if argument.name == "group_name" or str(argument.type).endswith("ProcessGroup"):
+            return i, argument.name == "group_name"
+    return None
+
+
+def process_group(operation: Any, args: Any, kwargs: Any) -> Any:
+    """Return the process group of a collective operation; `None` for all others, and between two ranks.
+
+    Remove when torch tags collective operations.
+    """
+    found = _group_argument(operation)
+    if found is None:
+        return None
+    position, by_name = found
+    group = args[position] if position < len(args) else kwargs[operation._schema.arguments[position].name]
+    if by_name:
+        return torch.distributed.distributed_c10d._resolve_process_group(group)
+    return torch.distributed.ProcessGroup.unbox(group)
 
 
 def is_sharded(tensor: Tensor) -> bool:

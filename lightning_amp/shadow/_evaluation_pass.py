@@ -119,7 +119,8 @@ class EvaluationPass:
             for module in self.module.modules():
                 if is_metric(module):
                     module.reset()  # pyright: ignore[reportCallIssue]
-        with self.active(), self._hook_context(self.module), self._shadow.reduce.suspended():
+        hook_context = self._hook_context(self.module)
+        with self.active(), self._shadow.running(), hook_context, self._shadow.reduce.suspended():
             for hook in (f"on_{self._stage}_start", f"on_{self._stage}_epoch_start"):
                 if is_overridden(hook, self.module):
                     self._shadow.call(hook)
@@ -137,7 +138,7 @@ class EvaluationPass:
 
         """
         module, call, stage = self.module, self._shadow.call, self._stage
-        with self.active(), self._shadow.settled(), paired_random(self._device_type):
+        with self.active(), self._shadow.running(), paired_random(self._device_type):
             if loader_idx != self._loader_idx:
                 self._finish_loader()
                 self._loader_idx = loader_idx
@@ -188,7 +189,8 @@ class EvaluationPass:
         # Averaged weights may have been swapped out before the hook of the real module.
         if follow and self._shadow.exchange is None:
             self.take_parameters(self._real_module.parameters())
-        with self.active(), paired_random(self._device_type, random_state), self._hook_context(self.module):
+        in_order = paired_random(self._device_type, random_state)
+        with self.active(), self._shadow.running(), in_order, self._hook_context(self.module):
             self._finish_loader()
             _lightning.start_evaluation_epoch_end(self.view)
             with self._epoch_end_context(self.module):

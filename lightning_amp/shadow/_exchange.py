@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import final, override
 
 from lightning_amp._compat import _aten, _modules, _sharding
+from lightning_amp.shadow._agreement import Agreement, collective
 from lightning_amp.shadow._module_copy import copy_attributes
 
 _GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -31,6 +33,7 @@ class Exchange:
         parameters: All parameters that the step may reach; their gradients are set aside.
         memo: The memo of `copy.deepcopy`: by `id`, the object that replaces another, for example the trainer.
         in_fp32: Gather parameters in their own dtype, for a run in fp32.
+        limit: The longest time that a rank waits for another one.
 
     Cost: copies of buffers, metric states and other attributes.
     """
@@ -43,20 +46,18 @@ class Exchange:
         memo: dict[int, Any],
         *,
         in_fp32: bool,
+        limit: timedelta,
     ) -> None:
-        self._fsdp = _sharding.units_of(model)
-        self._fsdp.reshard()
+        self._limit = limit
         self._in_fp32 = in_fp32
-        self._own = copy_attributes(module, model, memo, in_fp32=in_fp32)
+        self._fsdp = _sharding.units_of(model)
+        with self._agreement():
+            self._fsdp.reshard()
+            self._own = copy_attributes(module, model, memo, in_fp32=in_fp32)
         self._parameters = list({id(p): p for p in (*module.parameters(), *parameters)}.values())
-        self._guard = _ParameterGuard()
+        self._writes = _Writes()
         self._active = ExitStack()
         self._depth = 0
-
-    @property
-    def writes(self) -> _ParameterGuard:
-        """Return the context in which user code runs: it keeps the values of parameters that this code changes."""
-        return self._guard
 
     @contextmanager
     def active(self) -> Generator[None]:
@@ -77,8 +78,8 @@ class Exchange:
             undo.callback(self._fsdp.put_back)
             undo.enter_context(self._attributes())
             undo.enter_context(_without_gradients(self._parameters))
-            self._guard.begin(self._parameters)
-            undo.callback(self._guard.restore)
+            self._writes.begin(self._parameters)
+            undo.callback(self._writes.restore)
             if self._in_fp32 and self._fsdp.casts:
                 undo.enter_context(self._fsdp.gathering_in_full())
             undo.callback(self._fsdp.settle)
@@ -90,16 +91,34 @@ class Exchange:
         if self._depth == 0:
             self._active.close()
 
-    def settle(self) -> None:
-        """Free gathered parameters after a run, also one that raised: the module's parameters are its shards again."""
-        self._fsdp.settle()
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """Run user code inside: all ranks succeed or fail together, and no code changes the parameters for good.
+
+        At the end, gathered parameters are freed: the parameters of the module are its shards again.
+        """
+        with self._agreement() as agreement:
+            try:
+                with _ParameterGuard(self._writes, agreement):
+                    yield
+            finally:
+                self._fsdp.settle()
 
     def take_parameters(self, values: Iterable[Tensor]) -> None:
         """Set the parameters until :meth:`leave`. This takes memory for their present values."""
         with torch.no_grad():
             for parameter, value in zip(self._parameters, values, strict=False):
-                self._guard.keep(parameter)
+                self._writes.keep(parameter)
                 _sharding.local(parameter).copy_(_sharding.local(value))
+
+    @contextmanager
+    def _agreement(self) -> Generator[Agreement | None]:
+        if torch.distributed.get_world_size() == 1:
+            yield None
+            return
+        agreement = Agreement(self._limit)
+        with agreement.working():
+            yield agreement
 
     @contextmanager
     def _attributes(self) -> Generator[None]:
@@ -141,13 +160,10 @@ def _without_gradients(parameters: list[nn.Parameter]) -> Generator[None]:
 
 
 @final
-class _ParameterGuard(_modules.DispatchMode):
-    """Keeps the values of parameters before an operation changes them, and restores them: a step may edit weights."""
-
-    supports_higher_order_operators = True
+class _Writes:
+    """Keeps the values of parameters before code changes them, and restores them: a step may edit weights."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._locals: dict[int, Tensor] = {}  # each rank's part of a parameter, by the address of its values
         self._kept: dict[int, Tensor] = {}
 
@@ -169,14 +185,27 @@ class _ParameterGuard(_modules.DispatchMode):
             self._locals[address].copy_(values)
         self._kept.clear()
 
+
+@final
+class _ParameterGuard(_modules.DispatchMode):
+    """Tells of parameters that an operation is about to change, and lets all ranks arrive at collective operations."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, writes: _Writes, agreement: Agreement | None) -> None:
+        super().__init__()
+        self._writes, self._agreement = writes, agreement
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._agreement is not None:
+            collective(self._agreement, func, args, kwargs)
         for key in _aten.written(func):
             value = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
             for one in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(one, Tensor):
-                    self.keep(one)
+                    self._writes.keep(one)
         return func(*args, **kwargs)
 
 

@@ -29,7 +29,7 @@ from lightning_amp.numerics import (
 )
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._failures import Failure
-from lightning_amp.shadow._ranks import gather
+from lightning_amp.shadow._ranks import OtherRankFailedError, gather
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._surroundings import is_sharded
 from lightning_amp.shadow._training_pass import TrainingPass
@@ -108,7 +108,8 @@ def take_sample(
     try:
         groups, mine = _measure(trainer, module, batch, batch_idx, by, scale)
     except Exception as error:
-        on_failure(Failure.of(error, "the training step", f"the sample of step {trainer.global_step}"))
+        if not isinstance(error, OtherRankFailedError):
+            on_failure(Failure.of(error, "the training step", f"the sample of step {trainer.global_step}"))
         groups, mine = _groups(module, by), Sample([], {})
     sums = _over_all_ranks(trainer, groups)
     if not sums:

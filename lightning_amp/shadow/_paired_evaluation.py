@@ -19,6 +19,7 @@ from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage, follow_
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._first_batches import FirstBatches
 from lightning_amp.shadow._output_comparison import OutputComparison, OutputTotals
+from lightning_amp.shadow._ranks import OtherRankFailedError
 from lightning_amp.shadow._surroundings import is_sharded
 from lightning_amp.tracing import RandomState
 
@@ -214,7 +215,9 @@ class PairedEvaluation:
             self._failed = True
             place = f"the fp32 pass of epoch {self._trainer.current_epoch}"
             failure = Failure.of(error, f"the module's {self._stage}", place)
-            self._fatal = not failure.out_of_memory
+            self._fatal = not (failure.out_of_memory or isinstance(error, OtherRankFailedError))
+            if isinstance(error, OtherRankFailedError):
+                return
             then = (
                 ". Comparisons are off for the rest of this run, training goes on"
                 if self._fatal

@@ -38,6 +38,9 @@ def gather_on_zero(trainer: Trainer, value: T) -> list[T]:
 class OtherRankFailedError(RuntimeError):
     """Another rank could not continue, so this rank must stop, too; the other rank has the original error."""
 
+    def __init__(self) -> None:
+        super().__init__("it failed on another rank")
+
 
 @final
 class Lockstep:

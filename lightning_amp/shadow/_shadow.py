@@ -76,7 +76,10 @@ class Shadow:
         self._redirect: Callable[..., Any] | None = None
         if is_sharded(trainer):
             model = cast(nn.Module, trainer.strategy.model)
-            self.exchange, self.module = Exchange(module, model, parameters, memo, in_fp32=upcast), module
+            self.exchange, self.module = (
+                Exchange(module, model, parameters, memo, in_fp32=upcast, limit=_lightning.timeout(trainer.strategy)),
+                module,
+            )
             vars(view).update(model=model)
             self._redirect = partial(_lightning.redirected_step, trainer.strategy) if model is not module else None
         else:
@@ -93,14 +96,9 @@ class Shadow:
         """Return the context in which the shadow may be used. A copy may always be used."""
         return nullcontext() if self.exchange is None else self.exchange.active()
 
-    @contextmanager
-    def settled(self) -> Generator[None]:
-        """Reshard a sharded module after a run inside, so that its parameters have their gradients."""
-        try:
-            yield
-        finally:
-            if self.exchange is not None:
-                self.exchange.settle()
+    def running(self) -> AbstractContextManager[None]:
+        """Return the context for a run of user code, inside of :meth:`active`; see :meth:`Exchange.running`."""
+        return nullcontext() if self.exchange is None else self.exchange.running()
 
     def call(self, hook: str, *args: Any) -> Any:
         """Run a hook or step of the shadow on its view of the trainer; `self.log` works in it.
@@ -108,8 +106,7 @@ class Shadow:
         Compiled code runs eagerly. Compiling again for another precision would take minutes. It could also use up the
         function's recompile limit, and then the real run would fall back to eager mode.
         """
-        edits = nullcontext() if self.exchange is None else self.exchange.writes
-        with torch.compiler.set_stance("force_eager"), edits:
+        with torch.compiler.set_stance("force_eager"):
             run = self._redirect if hook.endswith("_step") else None
             return _lightning.call_module_hook(self.module, hook, *args, run=run)
 

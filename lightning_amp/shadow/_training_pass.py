@@ -136,7 +136,7 @@ class TrainingPass:
         self._stepped.clear()
         shadow = self._shadow
         with (
-            shadow.settled(),
+            shadow.running(),
             paired_random(self._device_type, random_state),
             torch.enable_grad(),
             _frozen(self._real),
