@@ -488,7 +488,7 @@ def physics_informed_second_derivatives() -> Setup:
 
 @project("functional")
 def physics_informed_float64() -> Setup:
-    """The same in float64, as the field does it."""
+    """A physics-informed net with second derivatives, in float64."""
     x = torch.rand(64, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return Setup(PINN().double(), DataLoader(TensorDataset(x), batch_size=16))
 
@@ -614,7 +614,7 @@ class SpeechCTC(L.LightningModule):
 
 @project("batches")
 def speech_ctc() -> Setup:
-    """CTC loss on log probabilities, some targets too long."""
+    """CTC loss on log probabilities; some targets are too long."""
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(32, 20, 8, generator=g), torch.randint(1, 6, (32, 6), generator=g)
     x_lengths = torch.randint(5, 21, (32,), generator=g)
@@ -687,7 +687,7 @@ def pcgrad_manual_backward() -> Setup:
 
 @project("multi-task")
 def pcgrad_autograd_grad() -> Setup:
-    """Gradient surgery with `torch.autograd.grad` of the loss, which nobody scaled."""
+    """Gradient surgery with `torch.autograd.grad` of the loss, without a loss scale."""
     return Setup(PCGradFromAutograd(), rows())
 
 

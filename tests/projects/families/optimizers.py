@@ -207,7 +207,7 @@ def optimizer_groups_frozen_and_empty() -> Setup:
 
 @optimizers()
 def optimizer_own() -> Setup:
-    """A sign-of-momentum optimizer of one's own, twenty lines, without a closure's return value."""
+    """A custom optimizer (sign of the momentum) that does not return the closure's value."""
 
     class SignMomentum(torch.optim.Optimizer):
         def __init__(self, params: Any, lr: float = 1e-3) -> None:

@@ -192,7 +192,7 @@ class PPOManySteps(PPO):
 
 @project("reinforcement")
 def ppo_eighty_steps_in_a_batch() -> Setup:
-    """PPO as it is run: 20 epochs of 4 minibatches in one training step, returns not normalised."""
+    """PPO with common settings: 20 epochs of 4 minibatches in one training step, without normalised returns."""
     return Setup(PPOManySteps(update_epochs=20, minibatches=4), DataLoader(rollouts(), batch_size=64))
 
 

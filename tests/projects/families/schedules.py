@@ -109,7 +109,7 @@ def schedule_by_hand() -> Setup:
 
 @schedules()
 def schedule_with_own_step() -> Setup:
-    """A schedule class of one's own, stepped by an override of `lr_scheduler_step` that counts from 0."""
+    """A custom schedule class, stepped by an override of `lr_scheduler_step` that counts from 0."""
 
     class Halving:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -159,7 +159,7 @@ def schedule_manual() -> Setup:
 
 @schedules()
 def schedule_of_weight_decay() -> Setup:
-    """A cosine of the weight decay in a callback-like hook beside a schedule of the rate."""
+    """A cosine schedule of the weight decay in a hook, beside a schedule of the learning rate."""
 
     class Decay(Scheduled):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
