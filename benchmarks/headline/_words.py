@@ -26,7 +26,7 @@ WHY = """\
   that is seven times as many FLOPs per second as in strict fp32, and bf16 and fp16 are twice as many again. A
   speed-up over strict fp32 can therefore be larger than claimed, and a speed-up over TF32, the usual setting, smaller.
 - **The memory of weights does not halve.** With AdamW, mixed precision keeps 16 bytes per parameter: the weight in
-  fp32 (4), its gradient (4) and two states (8). With SGD and momentum it keeps 12. Only activations
+  fp32 (4), its gradient (4) and two states (8). With SGD and momentum it keeps 12 bytes. Only activations
   become smaller, and autocast adds a copy of the weights in half precision. The saved memory therefore depends on the
   batch, and not on the precision alone. The table below shows the memory that
   no precision saves.

@@ -253,10 +253,7 @@ def judge_numbers(
         if a > factor * b + least or (math.isnan(a) and not math.isnan(b)):
             find(OURS, f"the relative error of {what} is {a:.2g}, and {b:.2g} with Lightning's own plugin{where}")
         elif not where and b > factor * a + least:
-            text = (
-                f"the relative error of {what} is {b:.2g} with Lightning's own plugin, and {a:.2g} with `AmpPrecision`"
-            )
-            find(STOCKS, text)
+            find(STOCKS, f"the relative error of {what} is {b:.2g}, and {a:.2g} with `AmpPrecision`")
 
 
 def judge_steps(find: Callable[[str, str], None], plain: Outcome, ours: Outcome, stock: Outcome) -> None:
@@ -265,7 +262,7 @@ def judge_steps(find: Callable[[str, str], None], plain: Outcome, ours: Outcome,
     if not stock.error and a > b:
         find(OURS, f"`AmpPrecision` skips steps in {a} of {of} batches, Lightning's own plugin in {b}")
     elif not stock.error and b > a:
-        find(STOCKS, f"Lightning's own plugin skips steps in {b} of {of} batches, `AmpPrecision` in {a}")
+        find(STOCKS, f"it skips steps in {b} of {of} batches, `AmpPrecision` in {a}")
     elif a:
         find(NOTE, f"at the default loss scale, steps are skipped in {a} of {of} batches")
     bad = {n for n, w in plain.weights.items() if not is_finite(w)}
@@ -389,7 +386,10 @@ def without_numbers(text: str) -> str:
 
 
 def short(text: str | None) -> str:
-    """Return the first line, without paths."""
+    """Return the first line, without paths. Only whole sentences of a long line are kept, if there is one."""
     line = (text or "").strip().split("\n")[0]
     line = re.sub(r"(/[\w.+-]+){2,}", "...", line)
-    return line if len(line) < 220 else f"{line[:217]}..."
+    if len(line) < 220:
+        return line
+    sentences = re.match(r".*\. (?=[A-Z])", line[:217])
+    return f"{sentences[0]}..." if sentences else f"{line[:217]}..."
