@@ -36,7 +36,7 @@ SHORT = 24
 LONGEST_BESIDE = 16
 """Characters of the name of a column that has its values beside it."""
 FEWEST_COLUMNS = 3
-LONGEST_FIRST = 60
+LONGEST_FIRST = 80
 """A table of two columns is readable on a phone as it is, unless a cell of its first column has more characters."""
 
 

@@ -63,7 +63,7 @@ def page(results: list[Result]) -> str:
 
 
 def table(rows: list[Result]) -> list[str]:
-    head = ["project", "what it is", "fp32"]
+    head = ["project", "fp32"]
     for precision in ("bf16", "fp16"):
         head += [
             f"{precision} gradient",
@@ -73,7 +73,7 @@ def table(rows: list[Result]) -> list[str]:
         ]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for r in rows:
-        cells = [f"`{r.project}`", escape(r.description)]
+        cells = [f"`{r.project}`: {escape(r.description)}"]
         if r.skipped:
             cells += [escape(f"not run: {r.skipped}"), *[""] * (len(head) - 3)]
         else:
