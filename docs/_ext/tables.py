@@ -35,9 +35,14 @@ SHORT = 24
 """Characters of a value that stands beside the name of its column on a phone, and not below it."""
 LONGEST_BESIDE = 16
 """Characters of the name of a column that has its values beside it."""
+MANY_COLUMNS = 8
+"""From this number of columns on, a table is written in smaller letters, so that it fits beside the navigation."""
 FEWEST_COLUMNS = 3
 LONGEST_FIRST = 80
 """A table of two columns is readable on a phone as it is, unless a cell of its first column has more characters."""
+LONGEST_BOTH = 36
+"""Nor is it if the longest unbroken names of its two columns have more characters together."""
+PARTS = re.compile(r'<span class="pre(?: unbroken)?">(.*?)</span>')
 
 
 def fit(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
@@ -72,8 +77,11 @@ def _fitting(table: str) -> str:
         lambda match: f'<span class="unbroken">{match[0]}</span>' if "-" in match[0] else match[0], table
     )
     columns = [_text(cell) for cell in HEAD.findall(table)]
-    rows = [[_text(cell) for cell in CELL.findall(row)] for row in ROW.findall(table)]
-    if len(columns) < FEWEST_COLUMNS and max((len(row[0]) for row in rows if row), default=0) <= LONGEST_FIRST:
+    if len(columns) >= MANY_COLUMNS:
+        table = table.replace('<table class="docutils', '<table class="many docutils', 1)
+    cells = [CELL.findall(row) for row in ROW.findall(table)]
+    rows = [[_text(cell) for cell in row] for row in cells]
+    if len(columns) < FEWEST_COLUMNS and not _is_wide(cells):
         return table
     beside = [
         len(name) <= LONGEST_BESIDE and all(len(value) <= SHORT for row in rows for value in row[i : i + 1])
@@ -91,7 +99,20 @@ def _fitting(table: str) -> str:
 
     table = ROW.sub(with_columns, table)
     table = re.sub(r'<td (data-column="[^"]*")[^>]*>(?=(?:<p>)?\s*(?:</p>)?\s*</td>)', r'<td class="empty" \1>', table)
-    return table.replace('<table class="docutils', '<table class="stacked docutils', 1)
+    return re.sub('<table class="(?=(?:many )?docutils)', '<table class="stacked ', table, count=1)
+
+
+def _is_wide(cells: list[list[str]]) -> bool:
+    """Return whether the two columns do not fit beside each other on a phone."""
+    first = max((len(_text(row[0])) for row in cells if row), default=0)
+    names = [
+        max(
+            (len(unescape(part)) for cell in column for name in PARTS.findall(cell) for part in name.split("<wbr>")),
+            default=0,
+        )
+        for column in zip(*filter(None, cells), strict=True)
+    ]
+    return first > LONGEST_FIRST or sum(names) > LONGEST_BOTH
 
 
 def _text(cell: str) -> str:

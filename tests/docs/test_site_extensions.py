@@ -61,6 +61,18 @@ def test_two_columns_are_stacked_if_the_first_is_long(first: str, stacked: bool)
     assert ("stacked" in written(table(("report", "remedy"), (first, "add an epsilon")))) == stacked
 
 
+def test_two_columns_are_stacked_if_their_names_do_not_fit() -> None:
+    names = [f'<span class="pre">{name}</span>' for name in ("torch.amp.GradScaler", "transformers.Trainer")]
+    assert "stacked" in written(table(("a", "b"), (names[0], names[1])))
+    assert "stacked" not in written(table(("a", "b"), (names[0], "the scaler")))
+
+
+def test_many_columns_are_written_small() -> None:
+    page = written(table(tuple("abcdefgh"), tuple("12345678")))
+    assert '<table class="stacked many docutils' in page
+    assert "many" not in written(table(("a", "b", "c"), ("1", "2", "3")))
+
+
 def test_numbers_do_not_break_at_their_sign() -> None:
     assert '<span class="unbroken">-1.1e-04</span>' in written(table(("a", "b", "c"), ("x", "-1.1e-04", "y")))
 
