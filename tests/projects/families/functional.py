@@ -341,7 +341,7 @@ class DomainAdversarial(Classifier):
 
 @project("functional")
 def gradient_reversal_combined_loader() -> Setup:
-    """Own autograd functions (`custom_fwd` among them), batches of a `CombinedLoader` with unequal loaders."""
+    """Custom autograd functions (one with `custom_fwd`), and batches of a `CombinedLoader` with unequal loaders."""
     loaders = CombinedLoader({"source": rows(), "target": rows(5, n=30, seed=1)}, "max_size_cycle")
     return Setup(DomainAdversarial(), loaders)
 
@@ -411,7 +411,7 @@ class TiedAutoencoder(L.LightningModule):
 
 @project("functional")
 def tied_weights() -> Setup:
-    """A decoder that is the encoder's transpose, a head that is the embedding."""
+    """A decoder that shares its weight with the encoder, and a head that shares it with the embedding."""
     return Setup(TiedAutoencoder(), rows())
 
 

@@ -322,7 +322,7 @@ class GAN(L.LightningModule):
 
 @project("generative")
 def gan_lightning_tutorial() -> Setup:
-    """Lightning's GAN tutorial: toggled optimizers, by hand."""
+    """Lightning's GAN tutorial: manual optimization with toggled optimizers."""
     return Setup(GAN(), points())
 
 

@@ -118,7 +118,7 @@ class NoDropout(Classifier):
 
 @optimizers(needs=("pytorch_optimizer.SAM",), look="before")
 def optimizer_sam_closure() -> Setup:
-    """SAM of pytorch_optimizer, automatic optimization: its step takes the closure."""
+    """SAM of pytorch_optimizer in automatic optimization: the step of SAM calls the closure."""
     from pytorch_optimizer import SAM
 
     return with_optimizer(lambda p: SAM(p, base_optimizer=torch.optim.SGD, lr=0.05), NoDropout)

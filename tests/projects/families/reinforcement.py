@@ -119,7 +119,7 @@ class DQN(L.LightningModule):
 
 @project("reinforcement")
 def dqn_replay_iterable() -> Setup:
-    """DQN: plays in the step, a replay IterableDataset, a target net."""
+    """DQN: the step plays the game; an IterableDataset replays it; a target net."""
     return Setup(DQN(), trainer={"max_epochs": 2})
 
 
