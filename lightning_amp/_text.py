@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 _PLAIN = range(-3, 11)  # exponents of powers of two that are easy to recognise: 0.125 to 1024
 
@@ -22,6 +22,12 @@ def power(value: float) -> str:
     """Write a power of two as one, even where it is easy to recognise: `2**10`."""
     exponent = _exponent(value)
     return exact(value) if exponent is None else f"2**{exponent}"
+
+
+def alike(scales: Iterable[float]) -> Callable[[float], str]:
+    """Return how to write these loss scales: all as `2**16`, or all plain if each is easy to recognise."""
+    plain = all(scale == 0 or exact(scale) == f"{scale:g}" for scale in scales)
+    return (lambda scale: f"{scale:.10g}") if plain else power
 
 
 def rounded(value: float) -> str:

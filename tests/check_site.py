@@ -80,6 +80,9 @@ class Page(HTMLParser):
             self.loads.append(given[LOADED[tag]])
 
 
+PRIVATE_TYPE = re.compile(r"\blightning_amp(?:\.\w+)*\._\w+\.\w+")
+
+
 class Site:
     """Return all pages by their path under the root."""
 
@@ -119,6 +122,11 @@ class Site:
             steps = (self.target(name, link) for name in found if name in self.pages for link in self.pages[name].links)
             found = found | {step[0] for step in steps if step is not None}
         return found
+
+    def private_types(self) -> Iterator[str]:
+        for path in sorted((self.root / "reference").glob("*.html")):
+            found = {match[0] for match in PRIVATE_TYPE.finditer(path.read_text(encoding="utf-8"))}
+            yield from (f"reference/{path.name} shows the private name {name}" for name in sorted(found))
 
     def too_far(self) -> Iterator[str]:
         """Return the names that need more than two clicks; the second click may be the page's own list of contents."""
@@ -169,6 +177,7 @@ def problems(root: Path) -> list[str]:
     return [
         *site.dead_links(),
         *site.loads_from_elsewhere(),
+        *site.private_types(),
         *site.too_far(),
         *site.not_in_the_search(),
         *site.wrong_first_hits(),

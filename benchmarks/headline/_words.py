@@ -26,10 +26,11 @@ WHY = """\
   that is seven times as many FLOPs per second as in strict fp32, and bf16 and fp16 are twice as many again. A
   speed-up over strict fp32 can therefore be larger than claimed, and a speed-up over TF32, the usual setting, smaller.
 - **The memory of weights does not halve.** With AdamW, mixed precision keeps 16 bytes per parameter: the weight in
-  fp32 (4), its gradient (4) and two states (8). With SGD and momentum it keeps 12. Only activations
+  fp32 (4), its gradient (4) and two states (8). With SGD and momentum it keeps 12 bytes. Only activations
   become smaller, and autocast adds a copy of the weights in half precision. The saved memory therefore depends on the
-  batch, and not on the precision alone. The table below shows the part that stays.
-- **75 GB in fp32 does not hold a LLaMA of 7B that trains with AdamW.** Weights, gradients and states alone are 16 x
+  batch, and not on the precision alone. The table below shows the memory that
+  no precision saves.
+- **75 GB are not enough to train a LLaMA of 7B with AdamW in fp32.** Weights, gradients and states alone are 16 x
   6.74 G bytes = 108 GB (100 GiB), in fp32 and in bf16. A reduction from 75 to 42 GB takes other
   means too: weights in half precision, a smaller optimizer, adapters, or several GPUs.
 - **Every GPU differs.** Only matrix units become faster. The rest (normalisation, the optimizer, data) is limited by
@@ -38,18 +39,18 @@ WHY = """\
 HOW = """\
 ## Method of measurement
 
-- Each run is a process of its own. It warms up until the loss scale has settled, and then times about 30 steps, or as
-  many as take 5 s. A run with a skipped timed step, or with a last loss that is not finite, has no figures. The speed
-  is the median over these steps, with the middle half behind it. A ratio
+- Each run has its own process. It warms up until the loss scale has settled, and then times about 30 steps, or as many
+  as take 5 s. A run has no figures if a timed step was skipped, or if the last loss is not finite. The speed is the
+  median over the timed steps, followed by the middle half. A ratio
   compares one process of each arm, run one after the other, so it has no interval. Two processes of the same arm can
   differ by some per cent, and by more on a busy machine. `compare_precisions` with several seeds gives the interval.
 - "Strict fp32" is `torch.set_float32_matmul_precision("highest")` and `torch.backends.cudnn.allow_tf32 = False`. All
   other arms use TF32, also for the fp32 parts of mixed precision. "Lightning's own" is Lightning's plugin in the same
   format; fp8 is compared with its bf16.
-- Peak memory is the allocator's (`torch.cuda.max_memory_allocated`) over the timed steps; on a CPU it is what tensors
-  hold. Weights (and buffers), gradients and optimizer states are counted tensor by tensor. "Activations" is the
-  rest of the peak, including copies in half precision and temporary tensors. If the peak comes before all gradients
-  exist, activations take more than this.
+- Peak memory covers the timed steps. The allocator counts it (`torch.cuda.max_memory_allocated`); on a CPU it is the
+  size of all tensors. Weights (and buffers), gradients and optimizer states are counted tensor by tensor.
+  "Activations" is the rest of the peak, including copies in half precision and temporary tensors. If the peak comes
+  before all gradients exist, activations take more than this.
 - MFU is the FLOPs of the model's matrix products per second, divided by the device's peak in that format. A step counts
   three times the FLOPs of a forward, with full attention and without recomputation. The peak is without sparsity, from
   the vendor's data sheet; "-" means that it is not known.
@@ -58,11 +59,11 @@ HOW = """\
 - Images have their channels last in all precisions. Optimizers are fused. All models have random weights. The
   LLaMA-like models are built from configurations. The 1B model has as many heads for keys as for queries, since torch
   has no fast fp32 attention for fewer. The 7B model checkpoints its activations in all precisions. With `torch.compile`
-  the blocks of a transformer are compiled one by one, and ResNet-50 as a whole. fp8 runs only compiled, because it is
-  slower than bf16 otherwise.
+  the blocks of a transformer are compiled one by one, and ResNet-50 as a whole. fp8 runs only compiled, because
+  without compilation it is slower than bf16.
 
 The articles give no batch sizes, so this benchmark chose its own. The first batch of each model runs in all precisions,
-the others in TF32, both kinds of bf16, and fp16 with `AmpPrecision`."""
+the others in TF32, in bf16 with Lightning's plugin and with `AmpPrecision`, and in fp16 with `AmpPrecision`."""
 
 RUN = """\
 ## Run the benchmark

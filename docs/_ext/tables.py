@@ -1,4 +1,4 @@
-"""Pages that fit the screen: long names break at dots, and on a phone table cells show the name of their column.
+"""Pages that fit the screen: long names break between their parts, and on a phone table cells show their column's name.
 
 The written page is changed, and not the document: the search still finds whole names.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from html import escape, unescape
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sphinx.application import Sphinx
+if TYPE_CHECKING:  # the tests run without Sphinx, too
+    from sphinx.application import Sphinx
 
 TABLE = re.compile(r'<table class="docutils.*?</table>', re.DOTALL)
 HEAD = re.compile(r"<th class=\"head[^>]*>(.*?)</th>", re.DOTALL)
@@ -19,7 +20,11 @@ CELL = re.compile(r"<td[^>]*>(.*?)</td>", re.DOTALL)
 NAME = re.compile(r'<span class="pre">([^<]+)</span>')
 NUMBER = re.compile(r"(?<=[\s>(])[+-]?[\d.,]+(?:e[+-]\d+)?(?=[\s<,)])")
 LONGEST_UNBROKEN = 24
-"""Characters of a name that stays on one line. A longer one may break after a dot, an underscore, a slash or `=`."""
+"""Characters of a name that stays on one line.
+
+A longer name may break after a dot, a slash, a bracket or `=`. A part that is still longer may break after underscores.
+"""
+BETWEEN_PARTS = re.compile(r"(?<=\w\w[./=(])(?=[\w\[])")
 OUTPUT = re.compile(
     r'(<div class="highlight-(?:text|bash) notranslate"><div class="highlight"><pre>(?:<span></span>)?)(.*?)(?=</pre>)',
     re.DOTALL,
@@ -30,8 +35,14 @@ SHORT = 24
 """Characters of a value that stands beside the name of its column on a phone, and not below it."""
 LONGEST_BESIDE = 16
 """Characters of the name of a column that has its values beside it."""
+MANY_COLUMNS = 8
+"""From this number of columns on, a table is written in smaller letters, so that it fits beside the navigation."""
 FEWEST_COLUMNS = 3
-"""A table of two columns is readable on a phone as it is."""
+LONGEST_FIRST = 80
+"""A table of two columns is readable on a phone as it is, unless a cell of its first column has more characters."""
+LONGEST_BOTH = 36
+"""Nor is it if the longest unbroken names of its two columns have more characters together."""
+PARTS = re.compile(r'<span class="pre(?: unbroken)?">(.*?)</span>')
 
 
 def fit(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
@@ -47,8 +58,11 @@ def fit(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], 
 def _breaking(name: re.Match[str]) -> str:
     if len(unescape(name[1])) <= LONGEST_UNBROKEN:
         return f'<span class="pre unbroken">{name[1]}</span>'
-    parts = re.sub(r"(?<=\w[_./=])(?=\w)", "<wbr>", name[1])
-    return f'<span class="pre">{parts}</span>'
+    parts = [
+        part if len(unescape(part)) <= LONGEST_UNBROKEN else re.sub(r"(?<=\w_)(?=\w)", "<wbr>", part)
+        for part in BETWEEN_PARTS.split(name[1])
+    ]
+    return f'<span class="pre">{"<wbr>".join(parts)}</span>'
 
 
 def _unwrapped(line: str) -> str:
@@ -63,9 +77,12 @@ def _fitting(table: str) -> str:
         lambda match: f'<span class="unbroken">{match[0]}</span>' if "-" in match[0] else match[0], table
     )
     columns = [_text(cell) for cell in HEAD.findall(table)]
-    if len(columns) < FEWEST_COLUMNS:
+    if len(columns) >= MANY_COLUMNS:
+        table = table.replace('<table class="docutils', '<table class="many docutils', 1)
+    cells = [CELL.findall(row) for row in ROW.findall(table)]
+    rows = [[_text(cell) for cell in row] for row in cells]
+    if len(columns) < FEWEST_COLUMNS and not _is_wide(cells):
         return table
-    rows = [[_text(cell) for cell in CELL.findall(row)] for row in ROW.findall(table)]
     beside = [
         len(name) <= LONGEST_BESIDE and all(len(value) <= SHORT for row in rows for value in row[i : i + 1])
         for i, name in enumerate(columns)
@@ -82,7 +99,20 @@ def _fitting(table: str) -> str:
 
     table = ROW.sub(with_columns, table)
     table = re.sub(r'<td (data-column="[^"]*")[^>]*>(?=(?:<p>)?\s*(?:</p>)?\s*</td>)', r'<td class="empty" \1>', table)
-    return table.replace('<table class="docutils', '<table class="stacked docutils', 1)
+    return re.sub('<table class="(?=(?:many )?docutils)', '<table class="stacked ', table, count=1)
+
+
+def _is_wide(cells: list[list[str]]) -> bool:
+    """Return whether the two columns do not fit beside each other on a phone."""
+    first = max((len(_text(row[0])) for row in cells if row), default=0)
+    names = [
+        max(
+            (len(unescape(part)) for cell in column for name in PARTS.findall(cell) for part in name.split("<wbr>")),
+            default=0,
+        )
+        for column in zip(*filter(None, cells), strict=True)
+    ]
+    return first > LONGEST_FIRST or sum(names) > LONGEST_BOTH
 
 
 def _text(cell: str) -> str:

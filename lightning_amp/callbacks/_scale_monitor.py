@@ -43,7 +43,7 @@ class ScaleMonitor(Callback):
         monitor = ScaleMonitor()
         trainer = L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[monitor], max_epochs=1)
         trainer.fit(model, data)
-        print(monitor.history.summary())  # 12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024
+        print(monitor.history.summary())  # 12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 2**10
 
     ==================== ===============================================================================
     key                  value, at every log point
@@ -53,7 +53,7 @@ class ScaleMonitor(Callback):
     `amp/skip_rate`      share of the steps attempted so far that were skipped; from 0 to 1
     ==================== ===============================================================================
 
-    At the end of fit one line sums up: `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`.
+    At the end of fit one line sums up: `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 2**10`.
 
     With :class:`~lightning_amp.AmpPrecision` the monitor reads the plugin's records, which are exact, in every
     precision. With Lightning's own `MixedPrecision` or `FSDPPrecision` it watches their `GradScaler`, and counts each

@@ -43,7 +43,7 @@ def check(module: LightningModule, choice: Choice, device: torch.device, in_fp32
         *_compiled_backward(module),
     ]
     if warnings:
-        _messages.warn(_report(f"precision {choice.name!r} found something to look at", warnings))
+        _messages.warn(_report(f"possible problems with precision {choice.name!r}", warnings))
 
 
 def _report(title: str, findings: list[str]) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import final
 
-from lightning_amp._text import counted, exact, power
+from lightning_amp._text import alike, counted
 from lightning_amp.findings import StepReason, StepRecord, describe_fallbacks, fallbacks
 from lightning_amp.reports._figures import new_figure, saved, say_empty
 
@@ -56,12 +56,6 @@ def _by_precision(records: Records) -> list[list[StepRecord]]:
 
 def _skips(records: Records, reason: StepReason) -> list[StepRecord]:
     return [record for record in records if record.skipped and record.reason == reason]
-
-
-def _writing(scales: Iterable[float]) -> Callable[[float], str]:
-    """Return how an axis writes its labels: all as `2**16`, or all plain where the scales are easy to recognise."""
-    plain = all(scale == 0 or exact(scale) == f"{scale:g}" for scale in scales)
-    return (lambda scale: f"{scale:.10g}") if plain else power
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
@@ -164,7 +158,7 @@ def _finish(figure: Figure, axes: Any, records: Records, columns: int = 4) -> No
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_yscale("log", base=2)
-    write = _writing(scale for record in records for scale in (record.scale, record.next_scale))
+    write = alike(scale for record in records for scale in (record.scale, record.next_scale))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda scale, _: write(scale)))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
@@ -254,7 +248,7 @@ class _Rows:
         self._step = max(1, math.ceil((math.ceil(high) - math.floor(low)) / (most - 1)))
         self._top = math.floor(high / self._step + 0.5) * self._step
         scales = [2.0 ** (self._top - row * self._step) for row in range(self.row(low) + 1)]
-        self.labels = [*map(_writing(scales), scales)]
+        self.labels = [*map(alike(scales), scales)]
 
     def row(self, exponent: float) -> int:
         """Return the line that is nearest to an exponent."""

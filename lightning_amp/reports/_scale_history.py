@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 import torch
 from typing_extensions import final, override
 
-from lightning_amp._text import counted, exact, percent, span
+from lightning_amp._text import alike, counted, percent, span
 from lightning_amp._urls import open_to_read
 from lightning_amp.findings import StepPrecision, StepReason, StepRecord, before_fallback, describe_fallbacks, fallbacks
 from lightning_amp.reports._scale_drawing import plot_history
@@ -114,7 +114,7 @@ class ScaleHistory(Table[StepRecord]):
         return self.num_attempted - self.num_skipped
 
     def summary(self) -> str:
-        """Write one line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`.
+        """Write one line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 2**10`.
 
         If the run fell back to another precision, the line has the scales before it, and adds `, bf16 from step 64 on`.
         """
@@ -130,7 +130,8 @@ class ScaleHistory(Table[StepRecord]):
         if losses:
             text += f", {losses:,} of them with a non-finite loss"
         end = before_fallback(list(self))[-1]
-        return f"{text}; scale {exact(first.scale)} -> {exact(end.next_scale)}{describe_fallbacks(self)}"
+        write = alike(scale for record in self for scale in (record.scale, record.next_scale))
+        return f"{text}; scale {write(first.scale)} -> {write(end.next_scale)}{describe_fallbacks(self)}"
 
     @property
     def fallbacks(self) -> list[StepRecord]:

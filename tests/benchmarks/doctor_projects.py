@@ -23,7 +23,10 @@ def main(names: list[str]) -> None:
 
     memory_bytes = _examine_machine._memory_bytes
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads\n")
-    print("| project | right | findings | time of a step, and cured | peak, and cured | takes |")
+    print(
+        "| project | diagnosis is right | findings | time of a step, before and after the fix"
+        " | peak memory, before and after the fix | time of the diagnosis |"
+    )
     print("|---|---|---|---|---|---|")
     said: list[str] = []
     wrong = 0

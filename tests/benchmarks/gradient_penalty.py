@@ -43,7 +43,7 @@ def weight_gradients(dtype: torch.dtype, loss_scale: float, derivative_scale: bo
 def main() -> None:
     true = weight_gradients(torch.float32, 1.0)
     error = lambda gradients: float((gradients - true).norm() / true.norm())  # noqa: E731
-    print("| loss scale | fp16 | fp16, through the loss scale | bf16 |")
+    print("| loss scale | fp16, `scaled_grad` | fp16, `autograd.grad` times the loss scale | bf16 |")
     print("|---|---|---|---|")
     bf16 = error(weight_gradients(torch.bfloat16, 1.0))
     for scale in LOSS_SCALES:

@@ -131,8 +131,9 @@ def row(kind: str, uses: int, precision: str, batch: Tensor) -> str:
 def main() -> None:
     start(f"One layer of width {WIDTH}, batch {BATCH}, used again and again; gradients against fp32")
     print(
-        "\n| layer | uses | precision | error, ours | a cast per use (Lightning's) | autocast's cache (plain torch) |"
-        " copies held: ours, per use, cache | x as fast as Lightning's |\n|---|---|---|---|---|---|---|---|"
+        "\n| layer | uses | precision | error: `AmpPrecision` | error: a cast per use (Lightning) | error: autocast's"
+        " cache (plain torch) | copies held, in this order | x as fast as Lightning |\n"
+        "|---|---|---|---|---|---|---|---|"
     )
     generator = torch.Generator().manual_seed(0)
     batch = torch.randn(BATCH, WIDTH, generator=generator)

@@ -141,11 +141,14 @@ def test_a_broken_site_is_found(tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text(link, encoding="utf-8")
     (tmp_path / "lost.html").write_text("", encoding="utf-8")
     (tmp_path / "searchindex.js").write_text("", encoding="utf-8")
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "reference" / "Arm.html").write_text("<p>lightning_amp.compare._arm.Arm</p>", encoding="utf-8")
     found = "\n".join(check(tmp_path))
     for text in (
         "index.html: gone.html leads nowhere",
         "index.html: #nowhere: there is no such place",
         "index.html loads https://example.org/x.js",
+        "reference/Arm.html shows the private name lightning_amp.compare._arm.Arm",
         "lightning_amp.AmpPrecision is more than two clicks away",
         "the symptom 'The loss is NaN' is more than two clicks away",
         "lost.html is more than two clicks away",

@@ -221,9 +221,9 @@ def whose_crash(ours: Outcome, stock: Outcome) -> tuple[str, str]:
     if not ours.error:
         return STOCKS, f"fails: {short(stock.error)}"
     if stock.error and same_failure(ours.error, stock.error):
-        return AUTOCASTS, f"fails with both plugins: {short(ours.error)}"
+        return AUTOCASTS, f"both plugins fail: {short(ours.error)}"
     if stock.error and ours.error.startswith("ValueError: lightning_amp: "):
-        return NOTE, f"both plugins refuse it; ours: {short(ours.error)}"
+        return NOTE, f"both plugins raise an error; `AmpPrecision` raises {short(ours.error)}"
     return OURS, f"fails: {short(ours.error)} (Lightning's own plugin: {short(stock.error) or 'runs'})"
 
 
@@ -251,20 +251,20 @@ def judge_numbers(
         if math.isnan(b) and not math.isnan(a):
             continue  # Lightning's own fails: there is no measure
         if a > factor * b + least or (math.isnan(a) and not math.isnan(b)):
-            find(OURS, f"error of {what} {a:.2g}, with Lightning's own plugin {b:.2g}{where}")
+            find(OURS, f"the relative error of {what} is {a:.2g}, and {b:.2g} with Lightning's own plugin{where}")
         elif not where and b > factor * a + least:
-            find(STOCKS, f"error of {what} {b:.2g} with Lightning's own plugin, {a:.2g} with ours")
+            find(STOCKS, f"the relative error of {what} is {b:.2g}, and {a:.2g} with `AmpPrecision`")
 
 
 def judge_steps(find: Callable[[str, str], None], plain: Outcome, ours: Outcome, stock: Outcome) -> None:
     """Judge a run from the default loss scale by its skipped steps, and by whether its weights are finite."""
     a, b, of = sum(skipped(ours, plain)), sum(skipped(stock, plain)), len(plain.moved)
     if not stock.error and a > b:
-        find(OURS, f"steps skipped in {a} of {of} batches at the default scale, with Lightning's own plugin {b}")
+        find(OURS, f"`AmpPrecision` skips steps in {a} of {of} batches, Lightning's own plugin in {b}")
     elif not stock.error and b > a:
-        find(STOCKS, f"steps skipped in {b} of {of} batches with Lightning's own plugin, {a} with ours")
+        find(STOCKS, f"it skips steps in {b} of {of} batches, `AmpPrecision` in {a}")
     elif a:
-        find(NOTE, f"steps skipped in {a} of {of} batches at the default scale")
+        find(NOTE, f"at the default loss scale, steps are skipped in {a} of {of} batches")
     bad = {n for n, w in plain.weights.items() if not is_finite(w)}
     nan = [n for n, w in ours.weights.items() if n not in bad and not is_finite(w)]
     if nan:
@@ -288,7 +288,7 @@ def judge_run(
             find(STOCKS, f"{what}: {short(str(b))} with Lightning's own plugin instead of {short(str(expected))}")
 
     if finite(plain.losses):
-        blame("finite losses", lambda o: finite(o.losses))
+        blame("whether all losses are finite", lambda o: finite(o.losses))
     blame("other metrics are logged", lambda o: sorted(o.metrics))
     names = sorted(plain.gradients)
     blame("other parameters have a gradient", lambda o: sorted(o.gradients) or names)
@@ -386,7 +386,10 @@ def without_numbers(text: str) -> str:
 
 
 def short(text: str | None) -> str:
-    """Return the first line, without paths."""
+    """Return the first line, without paths. Only whole sentences of a long line are kept, if there is one."""
     line = (text or "").strip().split("\n")[0]
     line = re.sub(r"(/[\w.+-]+){2,}", "...", line)
-    return line if len(line) < 220 else f"{line[:217]}..."
+    if len(line) < 220:
+        return line
+    sentences = re.match(r".*\. (?=[A-Z])", line[:217])
+    return f"{sentences[0]}..." if sentences else f"{line[:217]}..."

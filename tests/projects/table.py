@@ -52,7 +52,7 @@ The verdict names the cause. It is *OURS* if `AmpPrecision` fails or is less exa
 
 
 def page(results: list[Result]) -> str:
-    """Write a table row in Markdown."""
+    """Write the page in Markdown."""
     lines = [INTRODUCTION, summary(results), "", machine(), ""]
     for family in dict.fromkeys(r.family for r in results):
         rows = [r for r in results if r.family == family]
@@ -63,7 +63,7 @@ def page(results: list[Result]) -> str:
 
 
 def table(rows: list[Result]) -> list[str]:
-    head = ["project", "what it is", "fp32"]
+    head = ["project", "fp32"]
     for precision in ("bf16", "fp16"):
         head += [
             f"{precision} gradient",
@@ -73,7 +73,7 @@ def table(rows: list[Result]) -> list[str]:
         ]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for r in rows:
-        cells = [f"`{r.project}`", escape(r.description)]
+        cells = [f"`{r.project}`: {escape(r.description)}"]
         if r.skipped:
             cells += [escape(f"not run: {r.skipped}"), *[""] * (len(head) - 3)]
         else:
@@ -124,11 +124,12 @@ def summary(results: list[Result]) -> str:
         )
         if kinds[kind]
     )
-    half = f"{sum(r.stock_predicts_half for r in ran)} of {sum(r.predicts for r in ran)} with Lightning's own"
+    half = f"{sum(r.stock_predicts_half for r in ran)} of {sum(r.predicts for r in ran)} projects"
     return (
-        f"**{len(results)} projects, {len(ran)} run here: {counts or 'none'}.** Same bits as Lightning's own plugin:"
-        f" {same['bf16']} in bf16, {same['fp16']} in fp16. `trainer.predict` returns half precision in {half},"
-        f" in {sum(r.ours_predicts_half for r in ran)} with ours."
+        f"**{len(results)} projects, {len(ran)} run here: {counts or 'none'}.** The trained weights are bit-identical"
+        f" to Lightning's own plugin in {same['bf16']} projects in bf16, and in {same['fp16']} in fp16."
+        f" `trainer.predict` returns half precision in {half} with Lightning's own plugin, and in"
+        f" {sum(r.ours_predicts_half for r in ran)} with `AmpPrecision`."
     )
 
 

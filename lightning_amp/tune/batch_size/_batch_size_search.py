@@ -172,7 +172,7 @@ class BatchSizeSearch:
         lr, words = suggested_rate(facts.rates, self._own_size, best.batch_size)
         held = f"{rounded(best.peak_gib)} of {rounded(self._limit_gib)} GiB"
         if facts.device == "cpu":
-            held += " (what tensors hold)"
+            held += " (size of all tensors)"
         if best.batch_size == self._most_rows:
             text = f"A batch of all {best.batch_size:,} rows holds {held}: the data is the limit, not memory."
         else:

@@ -88,7 +88,7 @@ add(
 
 @adapters()
 def adalora() -> Setup:
-    """AdaLoRA: ranks are given and taken after each step, by the gradients' importance."""
+    """AdaLoRA: each step redistributes the ranks by the importance of the gradients."""
     config = config_of(
         "AdaLora", task_type="CAUSAL_LM", init_r=6, target_r=3, total_step=8, tinit=1, tfinal=2,
         target_modules=["q_proj", "v_proj"],

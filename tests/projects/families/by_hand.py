@@ -74,7 +74,7 @@ class ScoreDistillation(L.LightningModule):
 
 @project("by hand")
 def score_distillation_backward_with_gradient() -> Setup:
-    """`manual_backward(image, gradient=...)` on something that is no scalar."""
+    """`manual_backward(image, gradient=...)` on a tensor that is not a scalar."""
     camera = torch.randn(48, 2, generator=torch.Generator().manual_seed(0))
     return Setup(ScoreDistillation(), DataLoader(TensorDataset(camera), batch_size=8))
 
@@ -120,7 +120,7 @@ class ManualAccumulation(Manual):
 
 @project("by hand")
 def accumulation_in_manual_optimization() -> Setup:
-    """Accumulation by hand, the last window is shorter, clipped, with a schedule."""
+    """Accumulation by hand with clipping and a schedule; the last window is shorter."""
     return Setup(ManualAccumulation(), rows(n=60))
 
 
@@ -316,7 +316,7 @@ class Reptile(Manual):
 
 @project("by hand", quick=True)
 def reptile_deep_copies() -> Setup:
-    """Deep copies inside of the step, trained there by their own optimizer."""
+    """Deep copies of the module, trained inside of the step by their own optimizer."""
     return Setup(Reptile(), DataLoader(sinusoids(), batch_size=4))
 
 
@@ -353,7 +353,7 @@ class Progressive(Classifier):
 
 @project("by hand", quick=True)
 def growing_net_new_optimizers() -> Setup:
-    """A layer more in epoch 1 with optimizers set up again, another optimizer in epoch 2."""
+    """One more layer and new optimizers in epoch 1, another optimizer in epoch 2."""
     return Setup(Progressive(), rows(16), trainer={"max_epochs": 3})
 
 
@@ -380,7 +380,7 @@ class Unfreezing(Classifier):
 
 @project("by hand")
 def unfreezing_with_a_new_group() -> Setup:
-    """A new parameter group in epoch 1, `.data` replaced, the rest of an epoch left by `return -1`."""
+    """A new parameter group in epoch 1, replaced `.data`, and an epoch that ends early by `return -1`."""
     return Setup(Unfreezing(), rows(12), trainer={"max_epochs": 2})
 
 
@@ -425,7 +425,7 @@ class DropoutCheckpoint(Classifier):
 
 @project("by hand")
 def dropout_in_a_checkpointed_block() -> Setup:
-    """Dropout that a checkpointed block draws again."""
+    """Dropout in a checkpointed block, whose forward runs again in the backward."""
     return Setup(DropoutCheckpoint(), rows(), rows(seed=1))
 
 

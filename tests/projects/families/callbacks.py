@@ -77,7 +77,7 @@ def callback_checkpoint_every_steps() -> Setup:
 
 @callbacks(quick=True)
 def callback_checkpoint_and_resume() -> Setup:
-    """Train, save, and go on from the file in a second Trainer: as if it had never stopped."""
+    """Train, save, and continue from the file in a second Trainer, as if the run had not stopped."""
     save = cb.ModelCheckpoint("checkpoints", save_last=True)
 
     def script(trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -110,7 +110,7 @@ def callback_checkpoint_by_metric() -> Setup:
 
 @callbacks()
 def callback_on_exception() -> Setup:
-    """OnExceptionCheckpoint: the fourth batch raises, the run is caught, the file is there."""
+    """OnExceptionCheckpoint: the fourth batch raises an error, and the callback writes its file."""
 
     class Raises(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -133,13 +133,13 @@ def callback_on_exception() -> Setup:
 
 @callbacks(quick=True, needs=["lightning.pytorch.callbacks.EMAWeightAveraging"])
 def callback_ema() -> Setup:
-    """EMAWeightAveraging per step; the average is what is validated, and what the module has in the end."""
+    """EMAWeightAveraging per step; validation uses the average, and the module has it in the end."""
     return with_callbacks(cb.EMAWeightAveraging(decay=0.5), **EPOCHS)
 
 
 @callbacks(needs=["lightning.pytorch.callbacks.WeightAveraging"])
 def callback_weight_averaging() -> Setup:
-    """WeightAveraging with an average of its own, from the second step on."""
+    """WeightAveraging with a custom average, from the second step on."""
 
     class FromTheSecond(cb.WeightAveraging):
         def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -180,7 +180,7 @@ class Tuned(Classifier):
 
 @callbacks()
 def tuner_lr_find() -> Setup:
-    """`Tuner.lr_find`, then a fit with what it found; the rates it tried are compared."""
+    """`Tuner.lr_find`, then a fit with the rate that it found; all tried rates are compared."""
 
     def script(trainer: L.Trainer, module: L.LightningModule) -> None:
         found = Tuner(trainer).lr_find(module, num_training=20, min_lr=1e-5, max_lr=1.0)
@@ -258,7 +258,7 @@ def callback_pruning() -> Setup:
 
 @callbacks()
 def callback_lambda() -> Setup:
-    """LambdaCallback that writes down every event with the gradient's norm before the step."""
+    """LambdaCallback that records every event, and the gradient norm before the step."""
     events: list[str] = []
     norms: list[float] = []
 
@@ -336,7 +336,7 @@ def callback_rich() -> Setup:
 
 @callbacks()
 def callback_tqdm_and_summary() -> Setup:
-    """The progress bar and the summary that everybody has."""
+    """The default progress bar and the default model summary."""
     return with_callbacks(cb.TQDMProgressBar(refresh_rate=1), enable_progress_bar=True, enable_model_summary=True)
 
 
@@ -358,7 +358,7 @@ def callback_spike_detection() -> Setup:
 
 @callbacks()
 def callback_prediction_writer() -> Setup:
-    """BasePredictionWriter: what it gets of each batch, as numpy."""
+    """BasePredictionWriter that converts the predictions of each batch to numpy."""
 
     class Writer(cb.BasePredictionWriter):
         def __init__(self) -> None:

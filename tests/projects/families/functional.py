@@ -341,7 +341,7 @@ class DomainAdversarial(Classifier):
 
 @project("functional")
 def gradient_reversal_combined_loader() -> Setup:
-    """Own autograd functions (`custom_fwd` among them), batches of a `CombinedLoader` with unequal loaders."""
+    """Custom autograd functions (one with `custom_fwd`), and batches of a `CombinedLoader` with unequal loaders."""
     loaders = CombinedLoader({"source": rows(), "target": rows(5, n=30, seed=1)}, "max_size_cycle")
     return Setup(DomainAdversarial(), loaders)
 
@@ -411,7 +411,7 @@ class TiedAutoencoder(L.LightningModule):
 
 @project("functional")
 def tied_weights() -> Setup:
-    """A decoder that is the encoder's transpose, a head that is the embedding."""
+    """A decoder that shares its weight with the encoder, and a head that shares it with the embedding."""
     return Setup(TiedAutoencoder(), rows())
 
 
@@ -488,7 +488,7 @@ def physics_informed_second_derivatives() -> Setup:
 
 @project("functional")
 def physics_informed_float64() -> Setup:
-    """The same in float64, as the field does it."""
+    """A physics-informed net with second derivatives, in float64."""
     x = torch.rand(64, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return Setup(PINN().double(), DataLoader(TensorDataset(x), batch_size=16))
 
@@ -614,7 +614,7 @@ class SpeechCTC(L.LightningModule):
 
 @project("batches")
 def speech_ctc() -> Setup:
-    """CTC loss on log probabilities, some targets too long."""
+    """CTC loss on log probabilities; some targets are too long."""
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(32, 20, 8, generator=g), torch.randint(1, 6, (32, 6), generator=g)
     x_lengths = torch.randint(5, 21, (32,), generator=g)
@@ -687,7 +687,7 @@ def pcgrad_manual_backward() -> Setup:
 
 @project("multi-task")
 def pcgrad_autograd_grad() -> Setup:
-    """Gradient surgery with `torch.autograd.grad` of the loss, which nobody scaled."""
+    """Gradient surgery with `torch.autograd.grad` of the loss, without a loss scale."""
     return Setup(PCGradFromAutograd(), rows())
 
 

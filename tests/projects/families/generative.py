@@ -322,7 +322,7 @@ class GAN(L.LightningModule):
 
 @project("generative")
 def gan_lightning_tutorial() -> Setup:
-    """Lightning's GAN tutorial: toggled optimizers, by hand."""
+    """Lightning's GAN tutorial: manual optimization with toggled optimizers."""
     return Setup(GAN(), points())
 
 
@@ -383,13 +383,13 @@ class WGANGPWithHelper(WGANGP):
 
 @project("generative")
 def wgan_gp_autograd_grad() -> Setup:
-    """WGAN-GP, the penalty by `torch.autograd.grad` as everybody writes it."""
+    """WGAN-GP, with the usual penalty by `torch.autograd.grad`."""
     return Setup(WGANGP(), points(80))
 
 
 @project("generative")
 def wgan_gp_scaled_grad() -> Setup:
-    """WGAN-GP, the penalty by `plugin.scaled_grad` where there is one."""
+    """WGAN-GP, with the penalty by `scaled_grad` if the plugin has it."""
     return Setup(WGANGPWithHelper(), points(80))
 
 

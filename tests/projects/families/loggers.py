@@ -38,7 +38,7 @@ def logged(logger: Any, observe: Any, **trainer: Any) -> Setup:
 
 @loggers(quick=True)
 def logger_csv() -> Setup:
-    """CSVLogger: the columns, and the norms of the gradients, which must be true ones."""
+    """CSVLogger: its columns, and gradient norms, which must not contain the loss scale."""
     logger = lg.CSVLogger("logs")
 
     def observe(trainer: L.Trainer, module: L.LightningModule) -> Mapping[str, Any]:
@@ -79,7 +79,7 @@ def logger_with_graph() -> Setup:
 
 @loggers()
 def logger_two_at_once() -> Setup:
-    """Two CSV loggers, the default checkpoint folder of the first."""
+    """Two CSV loggers; checkpoints go into the folder of the first."""
     pair = [lg.CSVLogger("a"), lg.CSVLogger("b", name="other")]
 
     def observe(trainer: L.Trainer, module: L.LightningModule) -> Mapping[str, Any]:
@@ -90,7 +90,7 @@ def logger_two_at_once() -> Setup:
 
 @loggers()
 def logger_own() -> Setup:
-    """A logger of one's own that keeps everything in a list."""
+    """A custom logger that keeps all values in a list."""
 
     class Kept(Logger):
         def __init__(self) -> None:

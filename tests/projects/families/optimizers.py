@@ -118,7 +118,7 @@ class NoDropout(Classifier):
 
 @optimizers(needs=("pytorch_optimizer.SAM",), look="before")
 def optimizer_sam_closure() -> Setup:
-    """SAM of pytorch_optimizer, automatic optimization: its step takes the closure."""
+    """SAM of pytorch_optimizer in automatic optimization: the step of SAM calls the closure."""
     from pytorch_optimizer import SAM
 
     return with_optimizer(lambda p: SAM(p, base_optimizer=torch.optim.SGD, lr=0.05), NoDropout)
@@ -207,7 +207,7 @@ def optimizer_groups_frozen_and_empty() -> Setup:
 
 @optimizers()
 def optimizer_own() -> Setup:
-    """A sign-of-momentum optimizer of one's own, twenty lines, without a closure's return value."""
+    """A custom optimizer (sign of the momentum) that does not return the closure's value."""
 
     class SignMomentum(torch.optim.Optimizer):
         def __init__(self, params: Any, lr: float = 1e-3) -> None:

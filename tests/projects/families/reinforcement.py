@@ -119,7 +119,7 @@ class DQN(L.LightningModule):
 
 @project("reinforcement")
 def dqn_replay_iterable() -> Setup:
-    """DQN: plays in the step, a replay IterableDataset, a target net."""
+    """DQN: the step plays the game; an IterableDataset replays it; a target net."""
     return Setup(DQN(), trainer={"max_epochs": 2})
 
 
@@ -192,7 +192,7 @@ class PPOManySteps(PPO):
 
 @project("reinforcement")
 def ppo_eighty_steps_in_a_batch() -> Setup:
-    """PPO as it is run: 20 epochs of 4 minibatches in one training step, returns not normalised."""
+    """PPO with common settings: 20 epochs of 4 minibatches in one training step, without normalised returns."""
     return Setup(PPOManySteps(update_epochs=20, minibatches=4), DataLoader(rollouts(), batch_size=64))
 
 

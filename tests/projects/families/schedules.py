@@ -14,12 +14,12 @@ from projects import Setup, project
 from projects.families.tutorials import Classifier, vectors
 
 STEP: dict[str, tuple[str, Callable[[torch.optim.Optimizer], Any]]] = {
-    "one_cycle": ("OneCycleLR, momentum too.", lambda o: lrs.OneCycleLR(o, 0.1, total_steps=20)),
+    "one_cycle": ("OneCycleLR, which also changes the momentum.", lambda o: lrs.OneCycleLR(o, 0.1, total_steps=20)),
     "cosine": ("CosineAnnealingLR per step.", lambda o: lrs.CosineAnnealingLR(o, 12)),
     "warm_restarts": ("CosineAnnealingWarmRestarts.", lambda o: lrs.CosineAnnealingWarmRestarts(o, 3, 2)),
     "cyclic": ("CyclicLR without momentum.", lambda o: lrs.CyclicLR(o, 1e-3, 1e-1, 3, cycle_momentum=False)),
     "lambda": (
-        "The inverse square root after warm-up.",
+        "LambdaLR with the inverse square root after a warm-up.",
         lambda o: LambdaLR(o, lambda s: min((s + 1) / 4, (s + 1) ** -0.5)),
     ),
     "polynomial": ("PolynomialLR.", lambda o: lrs.PolynomialLR(o, 10, 2.0)),
@@ -109,7 +109,7 @@ def schedule_by_hand() -> Setup:
 
 @schedules()
 def schedule_with_own_step() -> Setup:
-    """A schedule class of one's own, stepped by an override of `lr_scheduler_step` that counts from 0."""
+    """A custom schedule class, stepped by an override of `lr_scheduler_step` that counts from 0."""
 
     class Halving:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -159,7 +159,7 @@ def schedule_manual() -> Setup:
 
 @schedules()
 def schedule_of_weight_decay() -> Setup:
-    """A cosine of the weight decay in a callback-like hook beside a schedule of the rate."""
+    """A cosine schedule of the weight decay in a hook, beside a schedule of the learning rate."""
 
     class Decay(Scheduled):
         def on_before_optimizer_step(self, optimizer: Any) -> None:

@@ -425,6 +425,6 @@ class LitDeepSequential(L.LightningModule):
 
 @project("recurrent")
 def truncated_backpropagation_manual() -> Setup:
-    """Manual optimization over chunks of a sequence, the state carried on, detached."""
+    """Manual optimization over chunks of a sequence; each chunk begins with the detached state."""
     x = torch.randn(32, 32, 4, generator=torch.Generator().manual_seed(3)).cumsum(1) / 6
     return Setup(LitDeepSequential(), DataLoader(TensorDataset(x), batch_size=8))

@@ -205,7 +205,7 @@ class LitGCNFp32Sparse(LitGCN):
 
 @project("graph")
 def gcn_sparse_mm_autocast_off() -> Setup:
-    """The same with autocast switched off round `torch.sparse.mm`."""
+    """Kipf's GCN with autocast turned off around `torch.sparse.mm`."""
     return Setup(LitGCNFp32Sparse(), DataLoader(range(40), batch_size=10))
 
 

@@ -55,7 +55,7 @@ def test_plot_of_a_constant_scale_has_powers_of_two_and_round_steps(steps: int) 
 @pytest.mark.parametrize(
     ("first", "written"), [(4.0, {"4", "0.5"}), (1024.0, {"1024", "128"}), (2.0**12, {"2**12", "2**9"})]
 )
-def test_an_axis_writes_its_powers_of_two_in_one_way(first: float, written: set[str]) -> None:
+def test_a_plot_writes_its_powers_of_two_in_one_way(first: float, written: set[str]) -> None:
     history = ScaleHistory()
     history.extend(scale_records(dict.fromkeys(range(3), "gradient"), 5, scale=first))
     axes: Any = history.plot().axes[0]
@@ -65,6 +65,7 @@ def test_an_axis_writes_its_powers_of_two_in_one_way(first: float, written: set[
     assert len({label.startswith("2**") for label in labels}) == 1
     text = {line.partition("|")[0].strip() for line in scale_chart(history).splitlines()[:4]}
     assert written <= text <= labels
+    assert written == set(axes.get_title().partition("; scale ")[2].split(" -> "))
 
 
 def test_plot_of_thousands_of_skips_keeps_the_line_in_sight() -> None:

@@ -75,7 +75,7 @@ def test_two_sizes_and_the_one_that_they_lead_to(capsys: pytest.CaptureFixture[s
     assert [p.samples_per_s for p in result.measured] == [200.0, 656.0, 1600.0]
     assert result.lr == 0.8
     assert result.message == (
-        "A batch of 800 holds 1 of 1 GiB (what tensors hold): memory is the limit. Learning rate to try: 0.8, scaled"
+        "A batch of 800 holds 1 of 1 GiB (size of all tensors): memory is the limit. Learning rate to try: 0.8, scaled"
         " from 0.1 at batch size 100 (linear rule for SGD); only a start."
     )
     assert capsys.readouterr().err.splitlines() == [
@@ -100,7 +100,7 @@ def test_another_precision_begins_where_the_first_one_ended() -> None:
 def test_the_rows_are_the_limit() -> None:
     result = search(MadeUp(linear, replace(FACTS, num_rows=50)))
     assert result.batch_size == 50
-    assert result.message.startswith("A batch of all 50 rows holds 0.25 of 1 GiB (what tensors hold): the data is the")
+    assert result.message.startswith("A batch of all 50 rows holds 0.25 of 1 GiB (size of all tensors): the data is")
 
 
 def test_fewer_rows_than_the_first_size() -> None:
