@@ -357,6 +357,12 @@ def shard_of(tensor: Tensor) -> str:
     return ", ".join(parts)
 
 
+def is_sharded_module(module: nn.Module) -> bool:
+    """Return whether any part of a module is sharded. Remove with `Fsdp1`."""
+    is_unit = any(_is_fsdp2(part) or is_wrapper(part) for part in module.modules())
+    return is_unit or any(map(is_sharded, module.parameters()))
+
+
 def counts_here(tensor: Tensor, model: nn.Module) -> bool:
     """Return whether this rank is the one that counts a parameter, so that each value is counted once over all ranks.
 

@@ -17,7 +17,7 @@ from lightning_amp.advice._examine_step import examine_step
 from lightning_amp.advice._report import DoctorReport
 from lightning_amp.casting import Choice, our_name
 from lightning_amp.compare import ArmSpec, check_trainer_names, parse_arms
-from lightning_amp.shadow import device_of_trainer, unnoticed
+from lightning_amp.shadow import device_of_trainer, require_unsharded, unnoticed
 
 
 def doctor(
@@ -90,6 +90,8 @@ def doctor(
     where = _device(device, kwargs)
     name = _name(arm.source, where)
     with unnoticed(where), progress() as say:
+        if make_module is not None:
+            require_unsharded(make_module, "doctor")
         say(f"timing products and convolutions on {where}")
         machine = examine(where, short=make_module is not None)
         if make_module is None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import final, override
 
-from lightning_amp._compat import _torch
+from lightning_amp._compat import _sharding, _torch
 
 MemoryOf = Literal["device", "tensors"]
 """The source of a peak: the memory handed out by the device's allocator, or the memory of tensors on the CPU."""
@@ -49,7 +49,8 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def _inner(tensor: Tensor) -> Iterable[Tensor]:
-    """Return the tensors that hold the values; a quantized tensor has several."""
+    """Return the tensors that hold the values: of a sharded tensor this rank's part, of a quantized one several."""
+    tensor = _sharding.local(tensor)
     if not hasattr(type(tensor), "__tensor_flatten__"):
         return (tensor,)
     flat: Any = tensor

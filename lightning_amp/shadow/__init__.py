@@ -15,6 +15,7 @@ from lightning_amp.shadow._private_fit import (
     own_module,
     private_trainer,
     remove_callbacks,
+    require_unsharded,
     run_private_fit,
 )
 from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather, gather_on_zero
@@ -54,6 +55,7 @@ __all__ = [
     "own_module",
     "private_trainer",
     "remove_callbacks",
+    "require_unsharded",
     "rows_of_parameters",
     "run_private_fit",
     "take_sample",

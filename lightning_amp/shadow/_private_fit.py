@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 import shutil
 import signal
 import tempfile
@@ -25,9 +27,11 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
-from lightning_amp._compat import _modules
+from lightning_amp._compat import _modules, _sharding
+from lightning_amp.shadow._failures import in_one_line
 from lightning_amp.shadow._rebinding import rebind_closures
 from lightning_amp.shadow._surroundings import accelerator_for
 from lightning_amp.shadow._views import NOTHING
@@ -97,6 +101,44 @@ def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
                 f" {error}. Return a new module: it is going to be trained for some steps."
             ) from error
         return again
+
+
+def require_unsharded(make_module: Callable[[], LightningModule], asked: str) -> None:
+    """Raise if `configure_model` shards the module, so that one device cannot run it.
+
+    It tries the hook, if the module has one, on a module that no other code holds.
+
+    Args:
+        make_module: The user's factory.
+        asked: The name of the function that the user called.
+
+    Raises:
+        ValueError: If the module is sharded, or cannot be without several processes.
+    """
+    start = RandomState.capture("cpu")
+    try:
+        made = _made(make_module, "make_module", LightningModule)
+        if not is_overridden("configure_model", made):
+            return
+        if not _are_apart(made, _made(make_module, "make_module", LightningModule)):
+            return
+        code = inspect.getsource(type(made).configure_model)
+        try:
+            made.configure_model()
+        except Exception as error:
+            if not re.search("device_mesh|fully_shard|parallelize_module|FullyShardedDataParallel|FSDP", code):
+                return  # the hook may need a Trainer, which the fit attaches
+            reason = f" ({in_one_line(error)})"
+        else:
+            if not _sharding.is_sharded_module(made):
+                return
+            reason = ""
+    finally:
+        start.restore("cpu")
+    raise ValueError(
+        f"`{asked}` runs the module on one device, where its `configure_model` cannot shard it{reason}. Begin that hook"
+        " with `if self.device_mesh is None: return`, so that the whole module is examined."
+    )
 
 
 def _are_apart(one: LightningModule, other: LightningModule) -> bool:

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from typing_extensions import final, override
 
-from lightning_amp._compat import _modules
+from lightning_amp._compat import _modules, _sharding
 from lightning_amp._user_line import Place, calling_line, is_users
 from lightning_amp.findings import InaccurateDerivative
 from lightning_amp.numerics import fidelity, fidelity_sums
@@ -131,6 +131,7 @@ class StepWatch(TorchFunctionMode):
 
 def _address(gradient: Tensor) -> int:
     """Return the address of a gradient's values: each access to a sparse gradient returns another tensor."""
+    gradient = _sharding.local(gradient)
     return (gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient).data_ptr()
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from typing_extensions import final
 
 from lightning_amp._text import counted, listed
+from lightning_amp.shadow import require_unsharded
 from lightning_amp.tune.fp32_modules._bench import Bench
 from lightning_amp.tune.fp32_modules._request import Request
 from lightning_amp.tune.fp32_modules._result import DistanceToFp32, Fp32Rules, NothingHelps, as_percent
@@ -84,6 +85,7 @@ def find_fp32_modules(
 
     """
     request = Request(make_module, make_data, precision, tolerance, trainer_kwargs)
+    require_unsharded(request.make_module, "find_fp32_modules")
     steps, num_tried = [*_STEPS], 0
     while True:
         answer = in_a_short_fit(request, steps, partial(_search, request))

@@ -17,9 +17,10 @@ import torch
 from lightning import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ModelSummary, RichProgressBar
+from torch.distributed.fsdp import fully_shard
 
 from lightning_amp import AmpPrecision
-from lightning_amp.shadow import own_data, own_module, private_trainer, run_private_fit, unnoticed
+from lightning_amp.shadow import own_data, own_module, private_trainer, require_unsharded, run_private_fit, unnoticed
 
 CPU = torch.device("cpu")
 
@@ -260,3 +261,39 @@ def test_a_fit_runs_on_the_device_that_it_is_given_and_the_current_one_stays(dev
         run_private_fit(private_trainer(place, AmpPrecision("bf16"), [Sees(1)], {}), Net(), Data())
     assert seen == [place]
     assert device.type == "cpu" or torch.accelerator.current_device_index() == before
+
+
+class Sharding(LightningModule):
+    """Shards as the guide says, but also without a mesh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 2)
+
+    def configure_model(self) -> None:
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+class WholeOnOneDevice(Sharding):
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            super().configure_model()
+
+
+class NeedsATrainer(Sharding):
+    def configure_model(self) -> None:
+        self.net = torch.nn.Linear(self.trainer.max_epochs, 2)
+
+
+def test_a_module_that_shards_is_refused_with_the_line_that_helps() -> None:
+    with pytest.raises(ValueError, match="`doctor` runs the module on one device") as caught:
+        require_unsharded(Sharding, "doctor")
+    assert "`if self.device_mesh is None: return`" in str(caught.value)
+
+
+@pytest.mark.parametrize("module", [WholeOnOneDevice, NeedsATrainer])
+def test_a_module_that_can_be_whole_is_not_refused(module: type[LightningModule]) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    require_unsharded(module, "doctor")
+    assert torch.equal(torch.get_rng_state(), before)
