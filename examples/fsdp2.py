@@ -12,6 +12,7 @@ As a SLURM batch script (`sbatch`), with the resources in its head and no torchr
 
 `configure_model` shards the layers, as Lightning's `ModelParallelStrategy` requires. Lightning refuses
 `precision="16-mixed"` there; the plugin works: an overflow in the shard of one rank skips the step on all ranks.
+All four callbacks work on the sharded module.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
+from lightning_amp import (
+    AmpPrecision,
+    DynamicLossScaler,
+    GradientMonitor,
+    MetricComparison,
+    OverflowLocator,
+    ScaleMonitor,
+)
 
 try:
     from sklearn.datasets import load_digits
@@ -100,6 +108,8 @@ def main() -> None:
     # The first scale is too high on purpose, so that all ranks skip some steps before it settles.
     scaler = DynamicLossScaler(2.0**24) if args.precision == "fp16" else None
     plugin = AmpPrecision(args.precision, scaler=scaler)
+    gradients, comparison = GradientMonitor(every_n_steps=20), MetricComparison(every_n_epochs=5)
+    callbacks = [ScaleMonitor(dirpath=args.out), OverflowLocator(), gradients, comparison]
     devices = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
     num_nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1)
     trainer = L.Trainer(
@@ -107,7 +117,7 @@ def main() -> None:
         devices=devices,
         num_nodes=num_nodes,
         plugins=[plugin],
-        callbacks=[ScaleMonitor(dirpath=args.out)],
+        callbacks=callbacks,
         max_epochs=3 if args.fast else args.epochs,
         gradient_clip_val=1.0,
         log_every_n_steps=5,
@@ -122,6 +132,8 @@ def main() -> None:
         scale = "none" if plugin.last_step is None else f"{plugin.last_step.next_scale:g}"
         print(f"{plugin.precision}, {trainer.world_size} ranks: loss scale {scale}, {plugin.num_steps} steps applied,"
               f" {plugin.num_skipped} skipped, accuracy {trainer.callback_metrics['val_acc']:.1%}")  # fmt: skip
+        print(f"\nThe same weights validated in fp32:\n{comparison.table}")
+        print(f"\nGradients against fp32:\n{gradients.table}")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -92,8 +92,8 @@ class MetricComparison(Callback):
     float32, at least on the CPU. Modules that take a `dataloader_iter` are not compared.
 
     If the module has no `validation_step` or no validation runs, the callback does nothing and logs a line. It works on
-    one device and in DDP. On sharded strategies it does not run, and warns of that. In DDP, each rank has its own
-    values if they are not reduced (`sync_dist=False`), and rank 0 logs its own.
+    one device and in DDP. With FSDP and tensor parallelism the module itself runs a second time instead of a copy. Each
+    rank has its own values if they are not reduced (`sync_dist=False`), and rank 0 logs its own.
 
     Args:
         every_n_epochs: Compare in the first validation of a fit and in every n-th run of the validation loop. With

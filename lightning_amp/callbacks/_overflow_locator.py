@@ -33,7 +33,7 @@ from lightning_amp.findings import StepRecord
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import OverflowReport
 from lightning_amp.scaling import Saved, Subscription
-from lightning_amp.shadow import BatchWindow, gather
+from lightning_amp.shadow import BatchWindow, gather, is_sharded
 
 OVERFLOWS = "amp/overflows"
 
@@ -88,7 +88,8 @@ class OverflowLocator(Callback):
     after the replay. User code outside of the module (prints, files, global variables) runs twice for a skipped batch.
 
     With accumulation all batches since the last step are run again until one is not finite, as many of them as fit into
-    256 MiB. In DDP each rank runs its own batches again. Every rank that finds a cause is reported, with its number;
+    256 MiB. With several processes each rank runs its own batches again. Every rank that finds a cause is reported,
+    with its number, in tensor parallel only the rank where the fault began, with its shard;
     rank 0 logs and writes the files for all.
 
     A replay may differ from the real step. The step may have changed attributes of the module (a counter, a schedule of
@@ -107,7 +108,8 @@ class OverflowLocator(Callback):
             as Lightning's callbacks take it). `None` writes none. If it cannot be written, the locator warns once and
             training goes on. A file appears whole or not at all.
         save_bundles: Also saves `overflow_step00007_rank0.pt` there: weights, batch, random state and scale, for
-            `lightning_amp.tracing.replay`. The file is as large as the model. Needs `dirpath`.
+            `lightning_amp.tracing.replay`. The file is as large as the model. Needs `dirpath`. It saves none if the
+            weights are sharded.
 
     Raises:
         ValueError: If an argument is out of its range, or fsspec does not support the protocol of `dirpath`.
@@ -187,6 +189,12 @@ class OverflowLocator(Callback):
         look = partial(self._before_update, trainer)
         self._plugin = plugin
         self._counting = plugin.records.subscribe(self._count, before_update=look, cause=self._causes.since)
+        if is_sharded(trainer) and self._files is not None and self.save_bundles:
+            self._files = ReportFiles(self._files.dirpath, save_bundles=False)
+            _messages.warn(
+                "`OverflowLocator` saves no bundles: the weights are sharded, and no rank has them all. It writes its"
+                " reports."
+            )
         reason = why_not_twice(trainer, pl_module, "training_step")
         if reason is not None:
             _messages.info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")

@@ -1,5 +1,6 @@
 """Run the user's step a second time without side effects: on a copy, with its own random numbers and loggers."""
 
+from lightning_amp.shadow._agreement import RankMissingError
 from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
 from lightning_amp.shadow._evaluation_pass import EVALUATION_FILE, EvaluationPass, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
@@ -37,6 +38,7 @@ __all__ = [
     "OtherRankFailedError",
     "OutputComparison",
     "PairedEvaluation",
+    "RankMissingError",
     "RowsBy",
     "Sample",
     "Stage",

@@ -24,7 +24,7 @@ class ReportFiles:
     """Writes the files on rank 0. If that fails, it warns once, and training goes on."""
 
     def __init__(self, dirpath: str | Path, save_bundles: bool) -> None:
-        self._dirpath, self._save_bundles = dirpath, save_bundles
+        self.dirpath, self._save_bundles = dirpath, save_bundles
         self._warned = False
 
     def save(
@@ -43,7 +43,7 @@ class ReportFiles:
             return
         try:
             for report in reports:
-                stem = child(self._dirpath, f"overflow_step{report.record.index:05d}_rank{report.rank}")
+                stem = child(self.dirpath, f"overflow_step{report.record.index:05d}_rank{report.rank}")
                 write_atomically(f"{stem}.json", lambda file, report=report: file.write(report.to_json()))
                 packed = bundles[report.rank] if bundles else None
                 if packed is not None:
@@ -77,7 +77,7 @@ class ReportFiles:
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
-            text = f"`OverflowLocator` could not write to `{self._dirpath}`: {error}. Training is not affected."
+            text = f"`OverflowLocator` could not write to `{self.dirpath}`: {error}. Training is not affected."
             _messages.warn_on_this_rank(text)
 
 

@@ -1,0 +1,111 @@
+"""Ranks that fail in the second run of a step of a sharded module. `test_second_run_failures.py` runs this script."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from distributed.ranks import Scenarios, data, folder, initialise, main, scaled
+from distributed.sharded_scenarios import Regression
+from lightning.pytorch.strategies import ModelParallelStrategy
+from support import quiet_trainer
+from torch import Tensor
+
+from lightning_amp import AmpPrecision, GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
+from lightning_amp.shadow import RankMissingError
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("the backward has a problem")
+
+
+class Fails(Regression):
+    """Fails in the second run of a step, and only there, on one rank or on both."""
+
+    def __init__(self, how: str, ranks: tuple[int, ...]) -> None:
+        super().__init__("fsdp", {(1, 2): "nan"})
+        self.how, self.ranks = how, ranks
+
+    def loss(self, x: Tensor) -> Tensor:
+        is_second = type.__call__(type, self.trainer).__name__ == "View"
+        fails = is_second and self.global_rank in self.ranks
+        if fails and self.how == "error":
+            raise ValueError("the step has a problem")
+        if fails and self.how == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        loss = super().loss(x)
+        if fails and self.how == "late error":
+            raise ValueError("the step has a problem")
+        if fails and self.how == "gone":
+            os._exit(0)
+        return Raises.apply(loss) if fails and self.how == "backward" and loss.requires_grad else loss
+
+
+def fit(how: str, ranks: tuple[int, ...], timeout: float = 60) -> dict[str, Any]:
+    module = Fails(how, ranks)
+    initialise(module)
+    loader = data(2, (), int(os.environ["LOCAL_RANK"]))
+    locator = OverflowLocator()
+    callbacks = [ScaleMonitor(), locator, GradientMonitor(every_n_steps=3), MetricComparison()] if how else []
+    plugin: AmpPrecision = scaled()
+    trainer: L.Trainer = quiet_trainer(
+        plugins=[plugin],
+        callbacks=callbacks,
+        strategy=ModelParallelStrategy(2, 1, timeout=timedelta(seconds=timeout)),
+        devices=2,
+        use_distributed_sampler=False,
+        max_epochs=2,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader, loader)
+    return {
+        "parameters": [p.full_tensor().clone() if hasattr(p, "full_tensor") else p.clone() for p in shards(module)],
+        "counts": (plugin.num_steps, plugin.num_skipped),
+        "warnings": [str(w.message) for w in caught if "lightning_amp" in str(w.filename)],
+        "notes": [report.note for report in locator.reports],
+    }
+
+
+def shards(module: L.LightningModule) -> list[Any]:
+    module.model.reshard()  # the root stays gathered after a validation
+    return [p.detach() for p in module.parameters()]
+
+
+def gone() -> None:
+    """End rank 1 in a second run. Rank 0 has to stop with an error, within the limit."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.save({"gone": ""}, folder() / f"rank{os.environ['RANK']}.pt")
+    try:
+        fit("gone", (1,), timeout=4)
+    except RankMissingError as error:
+        torch.save({"gone": str(error)}, folder() / f"rank{os.environ['RANK']}.pt")
+    os._exit(0)
+
+
+SCENARIOS: Scenarios = {
+    "nothing fails": partial(fit, "", ()),
+    **{
+        f"{how}, ranks {ranks}": partial(fit, how, ranks)
+        for how in ("error", "late error", "memory", "backward")
+        for ranks in ((1,), (0,), (0, 1))
+    },
+}
+
+if __name__ == "__main__":
+    if sys.argv[2:] == ["gone"]:
+        gone()
+    main(SCENARIOS)

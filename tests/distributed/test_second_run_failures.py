@@ -1,0 +1,56 @@
+"""A rank that fails in a second run does not stop the others, and a rank that is gone is named within a time limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.ranks import assert_agree
+from support.launch import launch, launch_once, shared_folder
+
+SCRIPT = Path(__file__).parent / "second_run_failures.py"
+FEW = ["nothing fails", "late error, ranks (1,)", "backward, ranks (0,)"]
+ALL = [
+    f"{how}, ranks {ranks}" for how in ("error", "late error", "memory", "backward") for ranks in ((1,), (0,), (0, 1))
+]
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch_once(SCRIPT, 2, shared_folder(tmp_path_factory, "second-failures"), *FEW)
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch_once(SCRIPT, 2, shared_folder(tmp_path_factory, "second-failures-all"))
+
+
+def check(ranks: Ranks, name: str) -> None:
+    for rank in ranks:
+        assert_agree(rank[name], rank["nothing fails"], "parameters", "counts")
+    failed = [i for i in (0, 1) if str(i) in name.partition("ranks")[2]]
+    said = [[text for text in rank[name]["warnings"] if "training goes on" in text] for rank in ranks]
+    assert [i for i in (0, 1) if said[i]] == failed
+    reason = "out of memory" if "memory" in name else "has a problem"
+    assert all(reason in text for i in failed for text in said[i])
+    assert any(reason in note for note in ranks[0][name]["notes"])
+    assert ranks[0][name]["notes"] == ranks[1][name]["notes"]
+
+
+@pytest.mark.parametrize("name", FEW[1:])
+def test_a_rank_that_fails_lets_training_go_on(name: str, few: Ranks) -> None:
+    check(few, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_any_rank_that_fails_lets_training_go_on(name: str, everything: Ranks) -> None:
+    check(everything, name)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_gone_is_named_within_the_time_limit(tmp_path: Path) -> None:
+    message = launch(SCRIPT, 2, tmp_path, "gone", timeout_s=60)[0]["gone"]
+    assert "rank 1 did not answer within 4 s (the strategy's `timeout`)" in message
