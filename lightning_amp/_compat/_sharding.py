@@ -127,13 +127,16 @@ class Fsdp2:
 
     @property
     def casts(self) -> bool:
-        """Return whether a `MixedPrecisionPolicy` changes dtypes: those of gathered parameters are rounded then."""
+        """Return whether gathered parameters are in half precision, or a `MixedPrecisionPolicy` changes dtypes."""
         policies = [owner.mp_policy for owner in self._groups] + [state._mp_policy for state in self._states]
-        return any((p.param_dtype, p.reduce_dtype, p.output_dtype) != (None, None, None) for p in policies)
+        changes = any((p.param_dtype, p.reduce_dtype, p.output_dtype) != (None, None, None) for p in policies)
+        return changes or any(map(_in_half, self._groups))
 
     @contextmanager
     def gathering_in_full(self) -> Generator[None]:
         """Gather parameters, and reduce their gradients, in their own dtype: set each `MixedPrecisionPolicy` aside.
+
+        A unit with frozen parameters in half precision is gathered in float32.
 
         Call it while the units are resharded.
         """
@@ -143,10 +146,11 @@ class Fsdp2:
         inner = [(group, group.mp_policy) for group in self._groups]
         buffers = [(p, p.all_gather_outputs, p.__dict__.pop("_unsharded_param", None)) for p in self._params]
         plain = MixedPrecisionPolicy()
+        upcast = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
         try:
             for state in self._states:
                 state._mp_policy = plain
-            self._gather_by((group, plain) for group in self._groups)
+            self._gather_by((group, upcast if _in_half(group) else plain) for group in self._groups)
             yield
         finally:
             self.settle()
@@ -165,6 +169,10 @@ class Fsdp2:
                 param.all_gather_outputs = []
                 param.__dict__.pop("_unsharded_param", None)
             group._init_mp_dtypes()
+
+
+def _in_half(group: Any) -> bool:
+    return any(param.sharded_param.dtype in (torch.float16, torch.bfloat16) for param in group.fsdp_params)
 
 
 @final
@@ -247,7 +255,8 @@ class Fsdp1:
             unit.training_state = type(unit.training_state).IDLE
             handle._training_state = type(handle._training_state).IDLE
             handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = handle._prefetched = False
-            unit._post_backward_callback_queued = False
+            if hasattr(unit, "_post_backward_callback_queued"):  # only the root has it
+                unit._post_backward_callback_queued = False
         self.reshard()
 
     def gathering_in_full(self) -> contextlib.AbstractContextManager[None]:
