@@ -58,6 +58,11 @@ class Exchange:
         """Return the context in which user code runs: it keeps the values of parameters that this code changes."""
         return self._guard
 
+    @property
+    def gathers_in_half(self) -> bool:
+        """Return whether only a second exchange, with `in_fp32`, gathers parameters in their own dtype."""
+        return self._fsdp.casts and not self._in_fp32
+
     @contextmanager
     def active(self) -> Generator[None]:
         """Give the module its second set of attributes inside. All ranks must enter it."""
