@@ -94,8 +94,12 @@ class Split(L.LightningModule):
         for module in [*(m for m in net.modules() if isinstance(m, self.units)), net]:
             fully_shard(module, **options).set_force_sum_reduction_for_comms(True)
 
+    pretended_replica: int | None = None
+
     @property
     def replica(self) -> int:
+        if self.pretended_replica is not None:
+            return self.pretended_replica
         return self.global_rank // self.tensor_parallel
 
     # -- steps --

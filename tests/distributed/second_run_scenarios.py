@@ -13,18 +13,27 @@ import lightning as L
 import numpy as np
 import torch
 from distributed import ranks
+from distributed import second_run_faults as faults
 from distributed import second_run_modules as modules
 from distributed.fsdp_models import OnTheCPU
 from distributed.ranks import Scenarios
 from distributed.second_run_modules import TROUBLE, Split
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from support import Recorder, all_of_ours, quiet_trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, FSDPAmpPrecision, OverflowLocator
+from lightning_amp import (
+    AmpPrecision,
+    DynamicLossScaler,
+    FSDPAmpPrecision,
+    GradientMonitor,
+    MetricComparison,
+    OverflowLocator,
+)
 
 SCENARIOS: dict[int, Scenarios] = {2: {}, 4: {}}
 PLUGINS = {"fsdp1": FSDPAmpPrecision}
@@ -136,6 +145,7 @@ class Watched:
         assert isinstance(locator, OverflowLocator)
         self.found = {
             "reports": [str(report) for report in locator.reports],
+            "where": [(report.rank, report.cause, report.shard) for report in locator.reports],
             "said": [str(w.message) for w in caught if "LeafSpec" not in str(w.message)],
             "metric": str(comparison.report or ""),  # pyright: ignore[reportAttributeAccessIssue]
             "compared": [list(row) for row in comparison.table],  # pyright: ignore[reportAttributeAccessIssue]
@@ -195,6 +205,123 @@ for one in ("Tied", "Keeper", "Manual", "Normed"):
     pair(f"{one}-fsdp2 tp-bf16", 4)
     pair(f"{one}-hsdp-fp16-troubled", 4)
     pair(f"{one}-hsdp-bf16", 4)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def fault(kind: type[faults.Faulty], layout: str, precision: str, scaler: Any = None, **arguments: Any) -> Any:
+    options: dict[str, Any] = {"val_check_interval": None, "limit_train_batches": 4, "scaler": scaler}
+    watched = Watched(made(kind, layout, **arguments), precision, **options)
+    return watched.found
+
+
+FAULTS: dict[str, Any] = {
+    "data of rank 1": (faults.Data, "fsdp2", "bf16"),
+    "data of rank 0": (faults.Data, "fsdp1", "fp16", {"rank": 0}),
+    "data, tp": (faults.Data, "tp", "fp16", {"rank": 0}),
+    "shard of a weight": (faults.Weight, "fsdp2", "fp16"),
+    "shard of a weight, tp": (faults.Weight, "tp", "bf16"),
+    "forward": (faults.Faulty, "fsdp2", "fp16", {"part": faults.Amplify}),
+    "shard of a weight, policy": (faults.Weight, "policy", "bf16"),
+    "forward, fsdp1": (faults.Faulty, "fsdp1", "fp16", {"part": faults.Amplify, "rank": 0}),
+    "forward in a shard": (faults.Shard, "tp", "fp16"),
+    "backward": (faults.Backward, "fsdp2", "fp16"),
+    "loss": (faults.Loss, "fsdp2", "bf16", {"rank": 0}),
+    "buffer": (faults.Buffer, "fsdp2", "fp16", {"part": faults.Factor}),
+    "mask": (faults.Faulty, "fsdp2", "fp16", {"part": faults.Masked}),
+    "root": (faults.Faulty, "fsdp2", "bf16", {"part": faults.Root}),
+    "entropy": (faults.Entropy, "fsdp2", "fp16"),
+    "validation": (faults.InValidation, "fsdp2", "fp16", {"part": faults.Amplify}),
+    "validation, tp": (faults.InValidation, "tp", "fp16", {"part": faults.Amplify}),
+    "loss scale": (faults.Faulty, "fsdp2", "fp16", {"scaler": 2.0**30}),
+}
+
+
+def named_fault(name: str) -> Any:
+    kind, layout, precision, *arguments = FAULTS[name]
+    return fault(kind, layout, precision, **(arguments[0] if arguments else {}))
+
+
+SCENARIOS[2] |= {f"fault, {name}": lambda name=name: named_fault(name) for name in FAULTS}
+SCENARIOS[4] |= {
+    "fault, forward in a shard": lambda: fault(faults.Shard, "fsdp2 tp", "fp16", rank=3),
+    "fault, shard of a weight": lambda: fault(faults.Weight, "fsdp2 tp", "bf16", rank=3),
+    "fault, shard of a weight, hsdp": lambda: fault(faults.Weight, "hsdp", "fp16", rank=3),
+    "fault, data": lambda: fault(faults.Data, "fsdp2 tp", "fp16", rank=1),
+}
+
+
+# -- numbers, against one process --------------------------------------------------------------------------------------
+
+
+def numbers(kind: type[Split], layout: str, precision: str) -> dict[str, Any]:
+    """Sample the second step by parameter and compare the last validation; then do the same in one process."""
+    monitor, comparison = GradientMonitor(every_n_steps=100, by="parameter"), MetricComparison()
+    module = made(kind, layout, dropout=0.0)
+    trainer = fit(module, precision, [monitor, comparison], val_check_interval=None)
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+    if isinstance(trainer.strategy.model, FSDP):
+        with FSDP.summon_full_params(trainer.strategy.model):
+            weights = [p.detach().clone() for p in module.parameters()]
+    else:
+        weights = [modules.whole(p) for p in module.parameters()]
+    rows = [list(row) for row in monitor.table.last]
+    found = {"gradients": {row[1]: row for row in rows}, "fp32": {r.metric: r.fp32 for r in comparison.table.last}}
+    found["amp"] = {r.metric: r.amp for r in comparison.table.last}
+    if torch.distributed.get_rank() == 0:
+        found["single"] = single(kind, precision, WORLD_SIZE // module.tensor_parallel, weights)
+    return found
+
+
+def single(kind: type[Split], precision: str, replicas: int, weights: list[Tensor]) -> dict[str, Any]:
+    """Train on the batches of all replicas at once; evaluate the weights of the other run in fp32 by hand."""
+    L.seed_everything(0, verbose=False)
+    module = kind("", dropout=0.0)
+    monitor = GradientMonitor(every_n_steps=100, by="parameter")
+    loaders = [together(module, replicas, training) for training in (True, False)]
+    scaler = {"scaler": DynamicLossScaler(1024.0)} if precision == "fp16" else {}
+    trainer = quiet_trainer(plugins=[AmpPrecision(precision, **scaler)], callbacks=[monitor], limit_train_batches=2)
+    trainer.fit(module, loaders[0])
+    with torch.no_grad():
+        for parameter, value in zip(module.parameters(), weights, strict=True):
+            parameter.copy_(value)
+    module.eval()
+    with torch.no_grad():
+        batches = [(module.loss(batch), module.net(batch[0]) - batch[0].sum(1, keepdim=True)) for batch in loaders[1]]
+    losses, errors = zip(*batches, strict=True)
+    values = {"val_loss": float(torch.stack(losses).mean()), "error": float(torch.cat(errors).square().mean())}
+    return {"gradients": {row.name: list(row) for row in monitor.table.last}, "fp32": values}
+
+
+def together(module: Split, replicas: int, training: bool) -> Any:
+    """Return batches that have the rows of all replicas."""
+    parts: list[tuple[Tensor, ...]] = []
+    for replica in range(replicas):
+        module.pretended_replica = replica
+        parts.append(module.loader(training).dataset.tensors)
+    size = modules.SIZE
+    whole = [
+        torch.cat([part[i][at : at + size] for at in range(0, len(parts[0][0]), size) for part in parts])
+        for i in range(len(parts[0]))
+    ]
+    return DataLoader(TensorDataset(*whole), batch_size=size * replicas)
+
+
+SCENARIOS[2] |= {
+    f"numbers, {layout}, {precision}": lambda layout=layout, precision=precision: numbers(
+        modules.Keeper, layout, precision
+    )
+    for layout in ("fsdp2", "policy", "tp", "fsdp1", "ddp")
+    for precision in ("fp16", "bf16")
+    if (layout, precision) != ("policy", "fp16")
+}
+SCENARIOS[4] |= {
+    f"numbers, {layout}, fp16": lambda layout=layout: numbers(modules.Keeper, layout, "fp16")
+    for layout in ("fsdp2 tp", "hsdp")
+}
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
