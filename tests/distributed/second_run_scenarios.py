@@ -181,6 +181,7 @@ for one in EVERYWHERE:
     pair(f"{one}-fsdp2-bf16")
 for one in ("Tied", "Manual", "Normed", "Keeper", "Adapted"):
     pair(f"{one}-fsdp1-fp16-troubled")
+for one in ("Tied", "Manual", "Normed", "Keeper", "Teacher", "Adapted"):
     pair(f"{one}-ddp-fp16-troubled")
 for one in ("Tied", "Manual", "Keeper", "Routed", "Teacher", "Adapted"):
     pair(f"{one}-policy-bf16")
@@ -189,6 +190,8 @@ for one in ("Tied", "Manual", "Keeper", "Routed", "Teacher", "Adapted"):
 for one in ("Tied", "Keeper", "Manual", "Normed"):
     pair(f"{one}-tp-bf16")
     pair(f"{one}-fsdp1-bf16")
+for one in ("Tied-fsdp2-fp16", "Keeper-tp-fp16", "Normed-fsdp1-fp16"):
+    pair(one)
 pair("StepsInHooks-fsdp2-bf16")
 pair("StepsInHooks-ddp-bf16")
 SCENARIOS[2]["accumulation-fsdp2-fp16-troubled"] = lambda: with_and_without(
@@ -255,11 +258,43 @@ SCENARIOS[4] |= {
 # -- numbers, against one process --------------------------------------------------------------------------------------
 
 
+class ByHand(L.Callback):
+    """Before the second step, runs its batch in fp32 and in mixed precision, and compares gathered gradients."""
+
+    def __init__(self, precision: str) -> None:
+        self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+        self.scale = 1024.0 if precision == "fp16" else 1.0
+        self.rows: dict[str, tuple[int, float, float]] = {}
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            fp32, amp = self.gradients(pl_module, batch, False), self.gradients(pl_module, batch, True)
+            pairs = {name: (fp32[name], amp[name]) for name in fp32}
+            pairs["(all)"] = torch.cat([*map(torch.flatten, fp32.values())]), torch.cat([*map(torch.flatten, amp.values())])
+            for name, (true, rounded) in pairs.items():
+                noise = (true - rounded).square().sum()
+                sqnr_db = float(10 * torch.log10(true.square().sum() / noise))
+                self.rows[name] = true.numel(), sqnr_db, float(true.abs().max())
+
+    def gradients(self, module: Any, batch: Any, is_mixed: bool) -> dict[str, Tensor]:
+        module.zero_grad()
+        with torch.autocast("cpu", self.dtype, enabled=is_mixed):
+            loss = module.loss(batch)
+        scale = self.scale if is_mixed else 1.0
+        (loss * scale).backward()
+        found = {name: modules.whole(p.grad).double() / scale for name, p in module.named_parameters()}
+        module.zero_grad()
+        return found
+
+
 def numbers(kind: type[Split], layout: str, precision: str) -> dict[str, Any]:
     """Sample the second step by parameter and compare the last validation; then do the same in one process."""
     monitor, comparison = GradientMonitor(every_n_steps=100, by="parameter"), MetricComparison()
+    by_hand = ByHand(precision)
     module = made(kind, layout, dropout=0.0)
-    trainer = fit(module, precision, [monitor, comparison], val_check_interval=None)
+    is_whole = layout in ("fsdp2", "tp", "fsdp2 tp", "hsdp")  # others have a policy, or gradients that are not gathered
+    callbacks = [by_hand, monitor, comparison] if is_whole else [monitor, comparison]
+    trainer = fit(module, precision, callbacks, val_check_interval=None)
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
@@ -270,6 +305,7 @@ def numbers(kind: type[Split], layout: str, precision: str) -> dict[str, Any]:
         weights = [modules.whole(p) for p in module.parameters()]
     rows = [list(row) for row in monitor.table.last]
     found = {"gradients": {row[1]: row for row in rows}, "fp32": {r.metric: r.fp32 for r in comparison.table.last}}
+    found["by_hand"] = by_hand.rows
     found["amp"] = {r.metric: r.amp for r in comparison.table.last}
     if torch.distributed.get_rank() == 0:
         found["single"] = single(kind, precision, WORLD_SIZE // module.tensor_parallel, weights)
@@ -283,8 +319,8 @@ def single(kind: type[Split], precision: str, replicas: int, weights: list[Tenso
     monitor = GradientMonitor(every_n_steps=100, by="parameter")
     loaders = [together(module, replicas, training) for training in (True, False)]
     scaler = {"scaler": DynamicLossScaler(1024.0)} if precision == "fp16" else {}
-    trainer = quiet_trainer(plugins=[AmpPrecision(precision, **scaler)], callbacks=[monitor], limit_train_batches=2)
-    trainer.fit(module, loaders[0])
+    limits = {"limit_train_batches": 2, "limit_val_batches": 0}  # torchmetrics would wait for the other ranks
+    quiet_trainer(plugins=[AmpPrecision(precision, **scaler)], callbacks=[monitor], **limits).fit(module, loaders[0])
     with torch.no_grad():
         for parameter, value in zip(module.parameters(), weights, strict=True):
             parameter.copy_(value)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,7 @@ PAIRS = {
     ],
 }
 QUICK = [
-    "Tied-fsdp2-fp16-troubled", "Routed-policy-bf16", "Adapted-fsdp2-bf16", "Teacher-fsdp2-bf16", "Keeper-tp-fp16",
+    "Tied-fsdp2-fp16-troubled", "Routed-policy-bf16", "Adapted-fsdp2-bf16", "Keeper-tp-fp16",
     "Normed-fsdp1-fp16-troubled",
 ]  # fmt: skip
 ON_RANK_1 = "shard 1 of 2 in mesh dimension"
@@ -72,7 +70,7 @@ FAULTS: dict[int, dict[str, tuple[int, str, str, list[str]]]] = {
         "shard of a weight, hsdp": (3, "weights", f"{ON_RANK_1} `shard`", ["`net.1.up.weight`"]),
     },
 }  # fmt: skip
-QUICK_FAULTS = ["shard of a weight", "forward, fsdp1", "forward in a shard", "root", "loss"]
+QUICK_FAULTS = ["shard of a weight", "forward, fsdp1", "forward in a shard", "root"]
 NUMBERS = {
     2: [f"{lay}, {p}" for lay in ("fsdp2", "tp", "fsdp1", "ddp") for p in ("fp16", "bf16")] + ["policy, bf16"],
     4: ["fsdp2 tp, fp16", "hsdp, fp16"],
@@ -134,14 +132,10 @@ def test_training_ends_with_the_same_bits_and_healthy_runs_are_quiet(size: int, 
         assert ranks[0]["reports"] == []
         return
     replicas = size // 2 if "tp" in layout else size
-    causes = {(rank, cause) for rank, cause, _ in ranks[0]["where"]}
-    first = {0: "backward", 1: "loss"}
-    width = size // replicas
     # ranks that are tensor parallel have the same batch; the first of them is named
-    expected = {(replica * width, first[replica]) for replica in range(min(2, replicas))}
-    assert causes == (expected - {(0, "backward")} if name == "accumulation-tp-bf16" else expected) or (
-        name == "accumulation-tp-bf16" and causes == expected
-    )
+    width = size // replicas
+    expected = {(replica * width, cause) for replica, cause in enumerate(["backward", "loss"][:replicas])}
+    assert {(rank, cause) for rank, cause, _ in ranks[0]["where"]} == expected
 
 
 @pytest.mark.slow
@@ -202,24 +196,35 @@ def test_metrics_in_fp32_equal_one_process_with_the_same_weights(size: int, name
 
 
 @pytest.mark.parametrize(("size", "name"), cases(NUMBERS, QUICK_NUMBERS))
-def test_figures_of_gradients_equal_one_process_with_the_whole_batch(size: int, name: str, ranks_of: Any) -> None:
-    """Ranks with data of their own round the gradients of half a batch each. Only with the same data, the noise agrees.
+def test_figures_of_gradients_are_those_of_gathered_gradients(size: int, name: str, ranks_of: Any) -> None:
+    """The reference runs the same sharded step by hand, and gathers its gradients."""
+    for rank in ranks_of(size, f"numbers, {name}"):
+        rows = {row: dict(zip(COLUMNS, values, strict=False)) for row, values in rank["gradients"].items()}
+        assert bool(rank["by_hand"]) == (name.split(",")[0] in ("fsdp2", "tp", "fsdp2 tp", "hsdp"))
+        for row, (num_values, sqnr_db, largest) in rank["by_hand"].items():
+            assert rows[row]["num_values"] == num_values, row
+            assert rows[row]["sqnr_db"] == pytest.approx(sqnr_db, abs=0.1), row
+            if row != "(all)":  # which also has the gradients of outputs
+                assert rows[row]["largest"] == pytest.approx(largest, rel=1e-3), row
 
-    DDP's ranks examine their own gradients before these are averaged.
-    """
+
+@pytest.mark.parametrize(("size", "name"), cases(NUMBERS, QUICK_NUMBERS))
+def test_figures_of_gradients_agree_with_one_process_and_the_whole_batch(size: int, name: str, ranks_of: Any) -> None:
+    """True gradients are the same. Their noise is not: partial sums over ranks are rounded to half precision."""
     ranks = ranks_of(size, f"numbers, {name}")
-    single, layout = ranks[0]["single"]["gradients"], name.split(",")[0]
+    single = ranks[0]["single"]["gradients"]
     for rank in ranks:
         found = rank["gradients"]
+        assert found == ranks[0]["gradients"]
         assert found.keys() == single.keys()
         for row, expected in single.items():
             values, wanted = dict(zip(COLUMNS, found[row], strict=False)), dict(zip(COLUMNS, expected, strict=False))
-            if layout != "ddp":
+            if row == "(all)":
+                assert values["sqnr_db"] == pytest.approx(wanted["sqnr_db"], abs=2.5)
+            if not name.startswith("ddp"):  # its ranks examine their gradients before these are averaged
                 assert values["num_values"] == wanted["num_values"], row
-                assert values["largest"] == pytest.approx(wanted["largest"], rel=1e-3), row
-                tolerance = 0.1 if layout == "tp" else 3.0
-                assert values["sqnr_db"] == pytest.approx(wanted["sqnr_db"], abs=tolerance), row
-            assert math.isfinite(values["sqnr_db"])
+                if row != "(all)":  # the gradients of outputs are those of a rank's own batch
+                    assert values["largest"] == pytest.approx(wanted["largest"], rel=1e-3), row
 
 
-COLUMNS = re.findall(r"\w+", "step name scale num_values underflow subnormal headroom sqnr_db cosine largest")
+COLUMNS = "step name scale num_values underflow subnormal headroom sqnr_db cosine largest".split()
