@@ -283,7 +283,7 @@ class Manual(Split):
             self.clip_gradients(optimizer, 0.5, "norm")
             optimizer.step()
             optimizer.zero_grad()
-        self.log("train_loss", loss.detach())
+            self.log("train_loss", loss.detach())
 
     def configure_optimizers(self) -> Any:
         first = {id(p) for p in self.net[0].parameters()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import warnings
@@ -82,7 +83,9 @@ def state(module: Split, trainer: L.Trainer) -> dict[str, Any]:
             found |= {f"parameter {name}": p.detach().clone() for name, p in module.named_parameters()}
     else:
         found |= {f"parameter {name}": local(p) for name, p in module.named_parameters()}
-        found |= {f"gradient {name}": None if p.grad is None else local(p.grad) for name, p in module.named_parameters()}
+        found |= {
+            f"gradient {name}": None if p.grad is None else local(p.grad) for name, p in module.named_parameters()
+        }
     found |= {f"buffer {name}": local(b) for name, b in module.named_buffers()}
     for i, optimizer in enumerate(trainer.optimizers):
         for j, values in enumerate(optimizer.state.values()):
@@ -122,7 +125,9 @@ def same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(same, one, other))
-    return one == other or (one != one and other != other)
+    return one == other or (
+        isinstance(one, float) and math.isnan(one) and isinstance(other, float) and math.isnan(other)
+    )
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -270,7 +275,10 @@ class ByHand(L.Callback):
         if batch_idx == 1:
             fp32, amp = self.gradients(pl_module, batch, False), self.gradients(pl_module, batch, True)
             pairs = {name: (fp32[name], amp[name]) for name in fp32}
-            pairs["(all)"] = torch.cat([*map(torch.flatten, fp32.values())]), torch.cat([*map(torch.flatten, amp.values())])
+            pairs["(all)"] = (
+                torch.cat([*map(torch.flatten, fp32.values())]),
+                torch.cat([*map(torch.flatten, amp.values())]),
+            )
             for name, (true, rounded) in pairs.items():
                 noise = (true - rounded).square().sum()
                 sqnr_db = float(10 * torch.log10(true.square().sum() / noise))

@@ -17,7 +17,14 @@ from typing_extensions import final
 
 from lightning_amp._compat import _lightning
 from lightning_amp.causes._attempts import Attempt, first_that_works
-from lightning_amp.causes.metric._blame import Blame, bad_parameters, blame_module, blame_operation, more_modules, origin_in_fp32
+from lightning_amp.causes.metric._blame import (
+    Blame,
+    bad_parameters,
+    blame_module,
+    blame_operation,
+    more_modules,
+    origin_in_fp32,
+)
 from lightning_amp.causes.metric._replay import EvaluationReplay, Replayed
 from lightning_amp.findings import LOADER_SUFFIX, EvaluationReport, TriedRemedy
 from lightning_amp.numerics import HALF_DTYPES
@@ -274,7 +281,10 @@ A text gives the reason why the attempt could not run; it is empty if there is n
 
 
 def _try_together(
-    ranks: Lockstep, settings: _Settings, known: EvaluationReport | None, remedies: Iterator[Attempt[str, _Outcome]] | None
+    ranks: Lockstep,
+    settings: _Settings,
+    known: EvaluationReport | None,
+    remedies: Iterator[Attempt[str, _Outcome]] | None,
 ) -> list[_Outcome]:
     """Try the remedies of this rank, while other ranks try their own; ranks of a sharded module all try the same."""
     trainer, run = settings.replay.trainer, settings.run

@@ -315,7 +315,8 @@ def _run_in_fp32(
 ) -> _StepInFp32 | Failure:
     """Run a step in fp32, without the casts to half precision in the user's code. Never raises.
 
-    It uses the same pass again if no weight is in half precision or gathered in it, and measures the operations that were not finite.
+    It uses the same pass again if no weight is in half precision or gathered in it, and measures the operations that
+    were not finite.
     """
     try:
         fp32_pass, amp_watch = replay, as_it_was.watch
