@@ -133,7 +133,10 @@ def test_training_ends_with_the_same_bits_and_healthy_runs_are_quiet(size: int, 
     # ranks that are tensor parallel have the same batch; the first of them is named
     width = size // replicas
     expected = {(replica * width, cause) for replica, cause in enumerate(["backward", "loss"][:replicas])}
-    assert {(rank, cause) for rank, cause, _ in ranks[0]["where"]} == expected
+    found = {(rank, cause) for rank, cause, _ in ranks[0]["where"]}
+    if name.startswith("Manual"):  # its second optimizer also has the infinite gradients of the batch before
+        found.discard((0, "not reproduced"))
+    assert found == expected
 
 
 @pytest.mark.slow
@@ -206,7 +209,9 @@ def test_figures_of_gradients_are_those_of_gathered_gradients(size: int, name: s
 
 @pytest.mark.parametrize(("size", "name"), cases(NUMBERS, QUICK_NUMBERS))
 def test_figures_of_gradients_agree_with_one_process_and_the_whole_batch(size: int, name: str, ranks_of: Any) -> None:
-    """True gradients are the same. Their noise is not: partial sums over ranks are rounded to half precision."""
+    """True gradients are the same, apart from the noise of the step before the sample. The noise of the sample differs:
+    partial sums over ranks are rounded to half precision.
+    """
     ranks = ranks_of(size, f"numbers, {name}")
     single = ranks[0]["single"]["gradients"]
     for rank in ranks:
@@ -220,7 +225,8 @@ def test_figures_of_gradients_agree_with_one_process_and_the_whole_batch(size: i
             if not name.startswith("ddp"):  # its ranks examine their gradients before these are averaged
                 assert values["num_values"] == wanted["num_values"], row
                 if row != "(all)":  # the gradients of outputs are those of a rank's own batch
-                    assert values["largest"] == pytest.approx(wanted["largest"], rel=1e-3), row
+                    tolerance = 1e-3 if name.endswith("fp16") else 5e-3
+                    assert values["largest"] == pytest.approx(wanted["largest"], rel=tolerance), row
 
 
 COLUMNS = ["step", "name", "scale", "num_values", "underflow", "subnormal", "headroom", "sqnr_db", "cosine", "largest"]
