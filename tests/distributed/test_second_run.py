@@ -61,7 +61,7 @@ FAULTS: dict[int, dict[str, tuple[int, str, str, list[str]]]] = {
         "loss scale": (0, "backward", "", ["a loss scale of"]),
     },
     4: {
-        "data": (1, "batch", "", ["1 in `batch[0]`"]),
+        "data": (2, "batch", "", ["1 in `batch[0]`"]),  # of the second replica, whose first rank is 2
         "forward in a shard": (3, "forward", f"{ON_RANK_1} `tensor_parallel`", ["`mul` in `net.1.middle`"]),
         "shard of a weight": (3, "weights", f"{ON_RANK_1} `tensor_parallel`", ["`net.1.up.weight`"]),
         "shard of a weight, hsdp": (3, "weights", f"{ON_RANK_1} `shard`", ["`net.1.up.weight`"]),
