@@ -297,8 +297,6 @@ def shard_of(tensor: Tensor) -> str:
     """Describe which part of a sharded tensor this rank has; an empty text for a plain tensor. Remove with `local`."""
     if not is_sharded(tensor):
         return ""
-    from torch.distributed.tensor import Shard
-
     mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     placements: Any = tensor.placements  # pyright: ignore[reportAttributeAccessIssue]
     where = mesh.get_coordinate() or [0] * mesh.ndim
@@ -306,7 +304,7 @@ def shard_of(tensor: Tensor) -> str:
     parts = [
         f"shard {where[dim]} of {mesh.size(dim)} in mesh dimension `{names[dim]}`"
         for dim, placement in enumerate(placements)
-        if isinstance(placement, Shard) and mesh.size(dim) > 1
+        if _splits(placement) and mesh.size(dim) > 1
     ]
     return ", ".join(parts)
 
@@ -314,15 +312,20 @@ def shard_of(tensor: Tensor) -> str:
 def counts_here(tensor: Tensor, model: nn.Module) -> bool:
     """Return whether this rank is the one that counts a parameter, so that each value is counted once over all ranks.
 
-    A shard counts on each rank, its replicas only on the first. A plain parameter of a sharded `model`, which each rank
-    has whole, counts on rank 0. Remove with `Fsdp1`.
+    A shard counts on each rank, its replicas only on the first. A parameter that is sharded on a part of the mesh has
+    replicas on the parts beside it. A plain parameter of a sharded `model`, which each rank has whole, counts on the
+    first one. Remove with `Fsdp1`.
     """
     if not is_sharded(tensor):
         units = units_of(model)
         return torch.distributed.get_rank() < (units.num_shards if isinstance(units, Fsdp1) else 1)
-    from torch.distributed.tensor import Shard
-
     mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     where = mesh.get_coordinate() or [0] * mesh.ndim
     placements: Any = tensor.placements  # pyright: ignore[reportAttributeAccessIssue]
-    return all(isinstance(one, Shard) or i == 0 for one, i in zip(placements, where, strict=True))
+    is_first_part = bool((mesh.mesh == 0).any())
+    return is_first_part and all(_splits(one) or i == 0 for one, i in zip(placements, where, strict=True))
+
+
+def _splits(placement: Any) -> bool:
+    # FSDP2 above tensor parallelism has a placement that is no `Shard` in newer versions of torch
+    return not placement.is_replicate() and not placement.is_partial()
