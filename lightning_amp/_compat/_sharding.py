@@ -145,13 +145,16 @@ class Fsdp2:
 
     @property
     def casts(self) -> bool:
-        """Return whether a `MixedPrecisionPolicy` changes dtypes: those of gathered parameters are rounded then."""
+        """Return whether gathered parameters are in half precision, or a `MixedPrecisionPolicy` changes dtypes."""
         policies = [owner.mp_policy for owner in self._groups] + [state._mp_policy for state in self._states]
-        return any((p.param_dtype, p.reduce_dtype, p.output_dtype) != (None, None, None) for p in policies)
+        changes = any((p.param_dtype, p.reduce_dtype, p.output_dtype) != (None, None, None) for p in policies)
+        return changes or any(map(_in_half, self._groups))
 
     @contextmanager
     def gathering_in_full(self) -> Generator[None]:
         """Gather parameters, and reduce their gradients, in their own dtype: set each `MixedPrecisionPolicy` aside.
+
+        A unit with frozen parameters in half precision is gathered in float32.
 
         Call it while the units are resharded.
         """
@@ -161,10 +164,11 @@ class Fsdp2:
         inner = [(group, group.mp_policy) for group in self._groups]
         buffers = [(p, p.all_gather_outputs, p.__dict__.pop("_unsharded_param", None)) for p in self._params]
         plain = MixedPrecisionPolicy()
+        upcast = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
         try:
             for state in self._states:
                 state._mp_policy = plain
-            self._gather_by((group, plain) for group in self._groups)
+            self._gather_by((group, upcast if _in_half(group) else plain) for group in self._groups)
             yield
         finally:
             self.settle()
@@ -189,6 +193,10 @@ def _wait_for(device: Any, event: Any) -> None:
     """Let the current stream wait for an event; on the CPU there is nothing to wait for. Remove with `Fsdp2`."""
     if event is not None and hasattr(stream := device.current_stream(), "wait_event"):
         stream.wait_event(event)
+
+
+def _in_half(group: Any) -> bool:
+    return any(param.sharded_param.dtype in (torch.float16, torch.bfloat16) for param in group.fsdp_params)
 
 
 @final
@@ -271,7 +279,8 @@ class Fsdp1:
             unit.training_state = type(unit.training_state).IDLE
             handle._training_state = type(handle._training_state).IDLE
             handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = handle._prefetched = False
-            unit._post_backward_callback_queued = False
+            if unit._is_root:
+                unit._post_backward_callback_queued = False
         self.reshard()
 
     def gathering_in_full(self) -> contextlib.AbstractContextManager[None]:
@@ -343,8 +352,6 @@ def shard_of(tensor: Tensor) -> str:
     """Describe which part of a sharded tensor this rank has; an empty text for a plain tensor. Remove with `local`."""
     if not is_sharded(tensor):
         return ""
-    from torch.distributed.tensor import Shard
-
     mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     placements: Any = tensor.placements  # pyright: ignore[reportAttributeAccessIssue]
     where = mesh.get_coordinate() or [0] * mesh.ndim
@@ -352,7 +359,7 @@ def shard_of(tensor: Tensor) -> str:
     parts = [
         f"shard {where[dim]} of {mesh.size(dim)} in mesh dimension `{names[dim]}`"
         for dim, placement in enumerate(placements)
-        if isinstance(placement, Shard) and mesh.size(dim) > 1
+        if _splits(placement) and mesh.size(dim) > 1
     ]
     return ", ".join(parts)
 
@@ -366,15 +373,20 @@ def is_sharded_module(module: nn.Module) -> bool:
 def counts_here(tensor: Tensor, model: nn.Module) -> bool:
     """Return whether this rank is the one that counts a parameter, so that each value is counted once over all ranks.
 
-    A shard counts on each rank, its replicas only on the first. A plain parameter of a sharded `model`, which each rank
-    has whole, counts on rank 0. Remove with `Fsdp1`.
+    A shard counts on each rank, its replicas only on the first. A parameter that is sharded on a part of the mesh has
+    replicas on the parts beside it. A plain parameter of a sharded `model`, which each rank has whole, counts on the
+    first one. Remove with `Fsdp1`.
     """
     if not is_sharded(tensor):
         units = units_of(model)
         return torch.distributed.get_rank() < (units.num_shards if isinstance(units, Fsdp1) else 1)
-    from torch.distributed.tensor import Shard
-
     mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     where = mesh.get_coordinate() or [0] * mesh.ndim
     placements: Any = tensor.placements  # pyright: ignore[reportAttributeAccessIssue]
-    return all(isinstance(one, Shard) or i == 0 for one, i in zip(placements, where, strict=True))
+    is_first_part = bool((mesh.mesh == 0).any())
+    return is_first_part and all(_splits(one) or i == 0 for one, i in zip(placements, where, strict=True))
+
+
+def _splits(placement: Any) -> bool:
+    # FSDP2 above tensor parallelism has a placement that is no `Shard` in newer versions of torch
+    return not placement.is_replicate() and not placement.is_partial()

@@ -89,7 +89,7 @@ class OverflowLocator(Callback):
 
     With accumulation all batches since the last step are run again until one is not finite, as many of them as fit into
     256 MiB. With several processes each rank runs its own batches again. Every rank that finds a cause is reported,
-    with its number, in tensor parallel only the rank where the fault began, with its shard;
+    with its number. In tensor parallelism only the rank where the fault began is reported, with its shard;
     rank 0 logs and writes the files for all.
 
     A replay may differ from the real step. The step may have changed attributes of the module (a counter, a schedule of

@@ -59,6 +59,11 @@ class Exchange:
         self._active = ExitStack()
         self._depth = 0
 
+    @property
+    def gathers_in_half(self) -> bool:
+        """Return whether only a second exchange, with `in_fp32`, gathers parameters in their own dtype."""
+        return self._fsdp.casts and not self._in_fp32
+
     @contextmanager
     def active(self) -> Generator[None]:
         """Give the module its second set of attributes inside. All ranks must enter it."""

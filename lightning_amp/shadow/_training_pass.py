@@ -95,6 +95,11 @@ class TrainingPass:
         if self._froze:
             gc.freeze()
 
+    @property
+    def gathers_in_half(self) -> bool:
+        """Return whether a sharded module's parameters are gathered in half precision, or cast when gathered."""
+        return self._shadow.exchange is not None and self._shadow.exchange.gathers_in_half
+
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context of the real step."""
         plugin = self._trainer.precision_plugin

@@ -18,8 +18,8 @@ _WATCHERS = tuple(f"{_ROOMS}/{room}/" for room in ("tracing", "advice"))
 _MEASURING = tuple(f"{_ROOMS}/{room}/" for room in ("tracing", "numerics"))
 _ASKING = {f"{_ROOMS}/tracing/_operation_watch.py", __file__}
 _OPTIMIZERS = str(Path(str(torch.optim.__file__)).parent)
-_FSDP, _FSDP_FORWARD = str(Path(torch.__file__).parent / "distributed" / "fsdp"), "fully_sharded_data_parallel.py"
-"""The folder of FSDP, and its file that calls the forward of modules."""
+_LAYERS = str(Path(str(nn.__file__)).parent)
+_GATHERING = str(Path(str(torch.__file__)).parent / "distributed" / "fsdp")
 _MODES = {"__torch_function__", "__torch_dispatch__"}
 _CALLING = nn.Module.__call__.__code__.co_filename
 """The file of our wrappers around each forward. Its code does not belong to the module."""
@@ -58,18 +58,19 @@ def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None,
         boundary: File where the search ends; callers of that file are not searched.
 
     Returns:
-        Line and module, each `None` if there is none; `None` instead of the pair if no user code runs, or if FSDP
-        moves data, or this package is measuring.
+        Line and module, each `None` if there is none. `None` instead of the pair if no user code runs, if this package
+        is measuring, or if FSDP gathers parameters, into memory that has any values.
 
     """
     place: Place | None = None
     module: str | None = None
-    is_inside, seeks_module = True, bool(names)
+    is_inside, is_in_layer, seeks_module = True, False, bool(names)
     for frame in _frames(boundary):
         code = frame.f_code
         file = code.co_filename
-        if is_inside and file.startswith(_FSDP) and not file.endswith(_FSDP_FORWARD):
-            return None  # gathers and reduces, also in memory that has no values yet
+        is_in_layer = is_in_layer or (file.startswith(_LAYERS) and file != _CALLING)
+        if is_inside and not is_in_layer and file.startswith(_GATHERING):
+            return None
         if is_inside and owner_of(file) not in ("torch", "Python") and file not in _ASKING:
             is_inside = False
             if file.startswith(_MEASURING):

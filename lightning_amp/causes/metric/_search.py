@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -16,7 +17,14 @@ from typing_extensions import final
 
 from lightning_amp._compat import _lightning
 from lightning_amp.causes._attempts import Attempt, first_that_works
-from lightning_amp.causes.metric._blame import Blame, blame_module, blame_operation, more_modules, origin_in_fp32
+from lightning_amp.causes.metric._blame import (
+    Blame,
+    bad_parameters,
+    blame_module,
+    blame_operation,
+    more_modules,
+    origin_in_fp32,
+)
 from lightning_amp.causes.metric._replay import EvaluationReplay, Replayed
 from lightning_amp.findings import LOADER_SUFFIX, EvaluationReport, TriedRemedy
 from lightning_amp.numerics import HALF_DTYPES
@@ -31,6 +39,7 @@ from lightning_amp.shadow import (
     OtherRankFailedError,
     OutputComparison,
     gather,
+    is_sharded,
 )
 
 _MAX_SEARCHES = 3
@@ -145,15 +154,17 @@ def _search(replay: EvaluationReplay, batches: FirstBatches, report: EvaluationR
             blame = _blame(ranks, replay, seen, report)
             if seen.shows and not blame.is_slight and (blame.report.cause != "unknown" or known is not None):
                 known = blame.report
-            remedies = _remedies(replay, seen, blame) if known is blame.report and math.isfinite(seen.fp32) else ()
+            wanted = known is blame.report and math.isfinite(seen.fp32)
+            settings = _Settings(replay, seen)
+            remedies = _remedies(settings, blame) if wanted else None
         else:  # no single batch shows the fault: run several one after the other
             steps = [one for one in batches.kept if one.is_intact][:_MAX_TOGETHER]
             seen = ranks.run(partial(_run_both, replay, steps, report))
             summed = _blame_sums(seen, report)
             known = summed or known
-            remedies = [_attempt(replay, seen, "float32", partial(replay.in_amp, steps, upcast=True))] if summed else ()
-        with ranks.until_all_are_done(idle=partial(replay.in_amp, seen.steps)):
-            tried = [result for _, result in first_that_works(ranks, remedies, _works)]
+            settings = _Settings(replay, seen)
+            remedies = iter([settings.attempt("float32", kind="upcast")]) if summed else None
+        tried = _try_together(ranks, settings, known, remedies)
     except OtherRankFailedError:
         return known
     except Exception as error:
@@ -246,10 +257,12 @@ def _blame(ranks: Lockstep, replay: EvaluationReplay, seen: _Sight, report: Eval
     step = seen.steps[0]
     report = _in_batch(replace(report, note=""), step.loader_idx, step.batch_idx, seen.amp, seen.fp32)
 
+    elsewhere = bad_parameters(replay.trainer, replay.module)
+
     def of_modules() -> Blame:
         if math.isfinite(seen.amp) or math.isfinite(seen.fp32):
             return blame_module(report, seen.outputs)
-        return origin_in_fp32(report, seen.outputs, step.batch, replay.module)
+        return origin_in_fp32(report, seen.outputs, step.batch, replay.module, elsewhere)
 
     blame = ranks.run(of_modules)
     if not ranks.any(seen.shows and blame.may_be_an_operation):
@@ -259,6 +272,7 @@ def _blame(ranks: Lockstep, replay: EvaluationReplay, seen: _Sight, report: Eval
 
 # -- remedies ----------------------------------------------------------------------------------------------------------
 
+_Kind = Literal["rules", "fp32", "upcast"]
 _Outcome = TriedRemedy | str
 """The result of an attempt.
 
@@ -266,19 +280,99 @@ A text gives the reason why the attempt could not run; it is empty if there is n
 """
 
 
-def _remedies(replay: EvaluationReplay, seen: _Sight, blame: Blame) -> Iterator[Attempt[str, _Outcome]]:
+def _try_together(
+    ranks: Lockstep,
+    settings: _Settings,
+    known: EvaluationReport | None,
+    remedies: Iterator[Attempt[str, _Outcome]] | None,
+) -> list[_Outcome]:
+    """Try the remedies of this rank, while other ranks try their own; ranks of a sharded module all try the same."""
+    trainer = settings.replay.trainer
+    if not is_sharded(trainer):
+        with ranks.until_all_are_done(idle=partial(settings.replay.in_amp, settings.seen.steps)):
+            return [result for _, result in first_that_works(ranks, remedies or (), _works)]
+    # A value that one rank rounds to another precision would not fit into the collectives of the others.
+    cause = None if known is None or remedies is None else (known.cause, known.names, known.module, known.place)
+    causes, tried = gather(trainer, cause), dict[Any, list[_Outcome]]()
+    for leader, one in enumerate(causes):
+        if one is None or one in tried:
+            continue
+        with ranks.led_by(leader, settings.run_here) as everywhere, settings.run_by(everywhere):
+            mine = [] if everywhere is None else [r for _, r in first_that_works(ranks, remedies or (), _works)]
+        tried[one] = gather(trainer, mine)[leader]
+    return [] if cause is None else tried[cause]
+
+
+@final
+class _Settings:
+    """Runs the batches of a sight again, each time with another setting."""
+
+    def __init__(self, replay: EvaluationReplay, seen: _Sight) -> None:
+        self.replay, self.seen = replay, seen
+        self.run: Callable[..., Replayed] = self._run
+        self._result: Replayed | Exception = Replayed(None, {})
+
+    def _run(self, kind: _Kind, rules: Sequence[str] = ()) -> Replayed:
+        if kind == "fp32":
+            return self.replay.in_fp32(self.seen.steps, upcast=False)
+        if kind == "upcast":
+            return self.replay.in_amp(self.seen.steps, upcast=True)
+        return _with_rules(self.replay, self.seen, rules)
+
+    @contextmanager
+    def run_by(self, everywhere: Callable[..., bool] | None) -> Generator[None]:
+        """Let :meth:`run` run on all ranks inside, by a function of :meth:`Lockstep.led_by`; `None` changes nothing."""
+        if everywhere is not None:
+            self.run = partial(self.run_with, everywhere)
+        try:
+            yield
+        finally:
+            self.run = self._run
+
+    def run_here(self, **setting: Any) -> bool:
+        """Run with a setting and keep the result for :meth:`run_with`; return whether it ran."""
+        try:
+            self._result = self._run(**setting)
+        except Exception as error:
+            self._result = error
+        return isinstance(self._result, Replayed)
+
+    def run_with(self, everywhere: Callable[..., bool], **setting: Any) -> Replayed:
+        """Run with a setting on all ranks, and return the result of this one."""
+        everywhere(**setting)
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+    def attempt(self, written: str, **setting: Any) -> Attempt[str, _Outcome]:
+        """Return the attempt with a setting, `written` as in code."""
+        seen = self.seen
+
+        def outcome() -> _Outcome:
+            try:
+                value = self.run(**setting).value
+            except ValueError:  # half-precision weights cannot be kept in fp32
+                return ""
+            except Exception as error:
+                return _failure(self.replay, error)
+            value = math.nan if value is None else value
+            gone = abs(value - seen.fp32) <= _GONE * abs(seen.amp - seen.fp32)
+            return TriedRemedy(written, value, gone if math.isfinite(seen.amp) else math.isfinite(value))
+
+        return Attempt(written, outcome)
+
+
+def _remedies(settings: _Settings, blame: Blame) -> Iterator[Attempt[str, _Outcome]]:
     """Iterate over remedies: more and more modules in fp32, and then the whole evaluation."""
-    outputs = seen.outputs
+    replay, outputs = settings.replay, settings.seen.outputs
     rules = [] if blame.first_in_fp32 is None else [blame.first_in_fp32]
     for _ in range(_MAX_TRIES if rules else 0):
-        run = partial(_with_rules, replay, seen, rules)
-        yield _attempt(replay, seen, _setting(replay, f"fp32_modules={rules!r}"), run)
+        yield settings.attempt(_setting(replay, f"fp32_modules={rules!r}"), kind="rules", rules=rules)
         wider = more_modules(rules, blame_module(blame.report, outputs), outputs)
         if wider is None:
             break
         rules = wider
-    run = partial(replay.in_fp32, seen.steps, upcast=False)
-    yield _attempt(replay, seen, _setting(replay, "eval_precision='fp32'"), run)
+    yield settings.attempt(_setting(replay, "eval_precision='fp32'"), kind="fp32")
 
 
 def _setting(replay: EvaluationReplay, argument: str) -> str:
@@ -293,23 +387,6 @@ def _with_rules(replay: EvaluationReplay, seen: _Sight, rules: Sequence[str]) ->
     except Exception:
         seen.outputs.again()  # the outputs of an unfinished step cannot be compared
         raise
-
-
-def _attempt(
-    replay: EvaluationReplay, seen: _Sight, setting: str, run: Callable[[], Replayed]
-) -> Attempt[str, _Outcome]:
-    def outcome() -> _Outcome:
-        try:
-            value = run().value
-        except ValueError:  # half-precision weights cannot be kept in fp32
-            return ""
-        except Exception as error:
-            return _failure(replay, error)
-        value = math.nan if value is None else value
-        gone = abs(value - seen.fp32) <= _GONE * abs(seen.amp - seen.fp32)
-        return TriedRemedy(setting, value, gone if math.isfinite(seen.amp) else math.isfinite(value))
-
-    return Attempt(setting, outcome)
 
 
 def _works(outcome: _Outcome) -> bool:

@@ -112,7 +112,7 @@ def explain(
                 run = ranks.run(partial(_run_as_it_was, replay, step, record.scale, bad_parameters))
                 note, is_new = "; ".join(filter(None, (_edited(step), _unseen(run.unseen)))), False
                 if found is None and run.found.cause != "none":
-                    found = _without_fp32(report, run, step, number, note)
+                    found = _on_its_rank(_without_fp32(report, run, step, number, note), bad_parameters)
                     is_new = found.key not in known
                 if ranks.any(is_new):
                     in_fp32 = ranks.run(partial(_run_in_fp32, trainer, module, replay, step, run))
@@ -214,11 +214,17 @@ def _with_fp32(
         if report.cause == "backward":
             report = replace(report, largest_gradient=in_fp32.largest)
     report = replace(report, diagnosis=blamed.diagnosis, cause=cause_of(blamed.diagnosis))
-    where = (bad_parameters or {}).get(report.diagnosis.parameter or "")
-    if report.cause == "weights" and where is not None:
-        rank, shard = where
-        report, found = replace(report, rank=rank, shard=shard), found._replace(begins=-1)
-    return found._replace(report=report, key=key_with_fp32(blamed.diagnosis, found.key)), blamed
+    found = found._replace(report=report, key=key_with_fp32(blamed.diagnosis, found.key))
+    return _on_its_rank(found, bad_parameters), blamed
+
+
+def _on_its_rank(found: Explained, bad_parameters: Mapping[str, tuple[int, str]] | None) -> Explained:
+    """Name the rank and the shard of a parameter that is not finite: all ranks gather its values."""
+    where = (bad_parameters or {}).get(found.report.diagnosis.parameter or "")
+    if found.report.cause != "weights" or where is None:
+        return found
+    rank, shard = where
+    return found._replace(report=replace(found.report, rank=rank, shard=shard), begins=-1)
 
 
 def _case(
@@ -309,11 +315,12 @@ def _run_in_fp32(
 ) -> _StepInFp32 | Failure:
     """Run a step in fp32, without the casts to half precision in the user's code. Never raises.
 
-    It uses the same pass again if no weight is in half precision, and measures the operations that were not finite.
+    It uses the same pass again if no weight is in half precision or gathered in it, and measures the operations that
+    were not finite.
     """
     try:
         fp32_pass, amp_watch = replay, as_it_was.watch
-        if any(parameter.dtype in HALF_DTYPES for parameter in module.parameters()):
+        if replay.gathers_in_half or any(parameter.dtype in HALF_DTYPES for parameter in module.parameters()):
             fp32_pass = TrainingPass(trainer, module, upcast=True)
         wanted = [call.key for call in amp_watch.bad]
         if amp_watch.first_backward is not None:
