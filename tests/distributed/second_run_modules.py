@@ -56,6 +56,8 @@ class Split(L.LightningModule):
     net: nn.Module
     units: tuple[type[nn.Module], ...] = (Block,)
 
+    lr = 0.01
+
     def __init__(self, layout: str, trouble: dict[tuple[int, int], str] | None = None, dropout: float = 0.1) -> None:
         super().__init__()
         self.layout, self.trouble, self.dropout = layout, trouble or {}, dropout
@@ -134,7 +136,7 @@ class Split(L.LightningModule):
         return [p for p in model.parameters() if p.requires_grad]
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.trained(), lr=0.01)
+        return torch.optim.AdamW(self.trained(), lr=self.lr)
 
     def loader(self, training: bool = True) -> Any:
         """Return this replica's batches: numbers [4, 8], and tokens [4, 6]."""

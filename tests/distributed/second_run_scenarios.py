@@ -295,11 +295,16 @@ class ByHand(L.Callback):
         return found
 
 
+STANDS_STILL = 1e-7
+"""A learning rate so small that the sampled gradients are those of the same weights in all runs."""
+
+
 def numbers(kind: type[Split], layout: str, precision: str) -> dict[str, Any]:
     """Sample the second step by parameter and compare the last validation; then do the same in one process."""
     monitor, comparison = GradientMonitor(every_n_steps=100, by="parameter"), MetricComparison()
     by_hand = ByHand(precision)
     module = made(kind, layout, dropout=0.0)
+    module.lr = STANDS_STILL
     is_whole = layout in ("fsdp2", "tp", "fsdp2 tp", "hsdp")  # others have a policy, or gradients that are not gathered
     callbacks = [by_hand, monitor, comparison] if is_whole else [monitor, comparison]
     trainer = fit(module, precision, callbacks, val_check_interval=None)
@@ -324,6 +329,7 @@ def single(kind: type[Split], precision: str, replicas: int, weights: list[Tenso
     """Train on the batches of all replicas at once; evaluate the weights of the other run in fp32 by hand."""
     L.seed_everything(0, verbose=False)
     module = kind("", dropout=0.0)
+    module.lr = STANDS_STILL
     monitor = GradientMonitor(every_n_steps=100, by="parameter")
     loaders = [together(module, replicas, training) for training in (True, False)]
     scaler = {"scaler": DynamicLossScaler(1024.0)} if precision == "fp16" else {}
