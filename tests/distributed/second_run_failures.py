@@ -21,6 +21,8 @@ from torch import Tensor
 from lightning_amp import AmpPrecision, GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
 from lightning_amp.shadow import RankMissingError
 
+WORLD_SIZE = int(os.environ["WORLD_SIZE"])  # Lightning removes it at the end of a fit
+
 
 class Raises(torch.autograd.Function):
     @staticmethod
@@ -57,15 +59,15 @@ class Fails(Regression):
 def fit(how: str, ranks: tuple[int, ...], timeout: float = 60) -> dict[str, Any]:
     module = Fails(how, ranks)
     initialise(module)
-    loader = data(2, (), int(os.environ["LOCAL_RANK"]))
+    loader = data(WORLD_SIZE, (), int(os.environ["LOCAL_RANK"]))
     locator = OverflowLocator()
     callbacks = [ScaleMonitor(), locator, GradientMonitor(every_n_steps=3), MetricComparison()] if how else []
     plugin: AmpPrecision = scaled()
     trainer: L.Trainer = quiet_trainer(
         plugins=[plugin],
         callbacks=callbacks,
-        strategy=ModelParallelStrategy(2, 1, timeout=timedelta(seconds=timeout)),
-        devices=2,
+        strategy=ModelParallelStrategy(WORLD_SIZE, 1, timeout=timedelta(seconds=timeout)),
+        devices=WORLD_SIZE,
         use_distributed_sampler=False,
         max_epochs=2,
     )
@@ -98,6 +100,7 @@ def gone() -> None:
 
 SCENARIOS: Scenarios = {
     "nothing fails": partial(fit, "", ()),
+    "callbacks": partial(fit, "no", ()),
     **{
         f"{how}, ranks {ranks}": partial(fit, how, ranks)
         for how in ("error", "late error", "memory", "backward")
