@@ -6,7 +6,7 @@ import typing as _typing
 if _typing.TYPE_CHECKING:
     from lightning_amp.advice import doctor
     from lightning_amp.callbacks import GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
-    from lightning_amp.compare import PrecisionReport, compare_precisions
+    from lightning_amp.compare import LocalDevices, PrecisionReport, compare_precisions
     from lightning_amp.findings import StepRecord
     from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
     from lightning_amp.scaling import DynamicLossScaler
@@ -19,6 +19,7 @@ __all__ = [
     "DynamicLossScaler",
     "FSDPAmpPrecision",
     "GradientMonitor",
+    "LocalDevices",
     "MetricComparison",
     "OverflowLocator",
     "PrecisionReport",
@@ -34,7 +35,7 @@ __all__ = [
 _PUBLIC = {
     "advice": ("doctor",),
     "callbacks": ("GradientMonitor", "MetricComparison", "OverflowLocator", "ScaleMonitor"),
-    "compare": ("PrecisionReport", "compare_precisions"),
+    "compare": ("LocalDevices", "PrecisionReport", "compare_precisions"),
     "findings": ("StepRecord",),
     "precision": ("AmpPrecision", "FSDPAmpPrecision"),
     "scaling": ("DynamicLossScaler",),

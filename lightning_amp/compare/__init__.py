@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from lightning_amp.compare._arms import ArmSpec, parse_arms
     from lightning_amp.compare._checks import check_place, check_trainer_kwargs, check_trainer_names
     from lightning_amp.compare._compare import compare_precisions
+    from lightning_amp.compare._comparison import Comparison
     from lightning_amp.compare._factories import check_factory
+    from lightning_amp.compare._local_devices import LocalDevices
     from lightning_amp.compare._observer import num_rows
-    from lightning_amp.compare._process import run_in_process
+    from lightning_amp.compare._pack import run_in_process
     from lightning_amp.compare._progress import Progress, progress
+    from lightning_amp.compare._short_training import StopWhenMeasured, short_trainer
     from lightning_amp.compare._worker import Task
 
 __all__ = [
@@ -29,11 +32,14 @@ __all__ = [
     "ArmRun",
     "ArmSpec",
     "Claim",
+    "Comparison",
+    "LocalDevices",
     "Margin",
     "Plan",
     "Point",
     "PrecisionReport",
     "Progress",
+    "StopWhenMeasured",
     "Task",
     "Verdict",
     "check_factory",
@@ -45,11 +51,15 @@ __all__ = [
     "parse_arms",
     "progress",
     "run_in_process",
+    "short_trainer",
 ]
 
 _NEED_LIGHTNING = {
     "ArmSpec": "_arms",
+    "Comparison": "_comparison",
+    "LocalDevices": "_local_devices",
     "Progress": "_progress",
+    "StopWhenMeasured": "_short_training",
     "Task": "_worker",
     "check_factory": "_factories",
     "check_place": "_checks",
@@ -59,7 +69,8 @@ _NEED_LIGHTNING = {
     "num_rows": "_observer",
     "parse_arms": "_arms",
     "progress": "_progress",
-    "run_in_process": "_process",
+    "run_in_process": "_pack",
+    "short_trainer": "_short_training",
 }
 """The file of each name that is imported only when it is used."""
 

@@ -95,7 +95,9 @@ class Arm:
         runs: The record of each run, in the order of the seeds.
         metrics: By name.
         speed: How many times as fast as the reference it trains, paired by seed and step, with a 95 % interval over
-            seeds. `None` for the reference, and if fewer than 10 steady steps could be paired.
+            seeds. `None` for the reference, and if it was not compared.
+        not_compared: Why the speed was not compared.
+        timed: The runs whose times count: short runs alone on a device, if there are such, else all runs.
 
     """
 
@@ -106,6 +108,8 @@ class Arm:
     runs: tuple[ArmRun, ...]
     metrics: Mapping[str, ArmMetric]
     speed: SpeedComparison | None
+    not_compared: str = ""
+    timed: tuple[ArmRun, ...] = ()
 
     @property
     def errors(self) -> dict[int, str]:
@@ -120,12 +124,12 @@ class Arm:
     @property
     def step_s(self) -> Quartiles | None:
         """Return seconds per training step, over the steady steps of all seeds; `None` if there were too few."""
-        return _quartiles(time for run in self.finished for time in run.step_s)
+        return _quartiles(time for run in self.timed if run.finished for time in run.step_s)
 
     @property
     def samples_per_s(self) -> Quartiles | None:
         """Return samples per second; `None` if the batch size is unknown."""
-        return _quartiles(speed for run in self.finished for speed in run.samples_per_s)
+        return _quartiles(speed for run in self.timed if run.finished for speed in run.samples_per_s)
 
     @property
     def peak_memory_bytes(self) -> int | None:

@@ -16,10 +16,8 @@ from lightning_amp._arguments import is_number, require, require_count
 from lightning_amp._text import named
 from lightning_amp.compare._directions import direction_of
 from lightning_amp.compare._plan import Margin
+from lightning_amp.compare._process import IN_AN_ARM
 from lightning_amp.compare._run import ArmRun
-
-IN_AN_ARM = "LIGHTNING_AMP_ARM"
-"""Environment variable that is set in the process of an arm."""
 
 
 def check_place(name: str) -> None:

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from lightning_amp.compare._arms import parse_arms
-from lightning_amp.compare._checks import (
-    check_margins,
-    check_place,
-    check_seeds,
-    check_trainer_kwargs,
-    parse_margins,
-)
-from lightning_amp.compare._describe import identity, shown, without_identity
-from lightning_amp.compare._factories import check_factory, factory_name
-from lightning_amp.compare._plan import Plan
-from lightning_amp.compare._process import OnProgress, run_in_process
-from lightning_amp.compare._progress import progress
+from lightning_amp.compare._comparison import Comparison
+from lightning_amp.compare._plan import MeasureSpeed
 from lightning_amp.compare._report import PrecisionReport
-from lightning_amp.compare._run import ArmRun
-from lightning_amp.compare._statistics import scipy_special
-from lightning_amp.compare._store import Store, file_name
-from lightning_amp.compare._worker import Task
 
 
 def compare_precisions(
@@ -42,6 +24,8 @@ def compare_precisions(
     margins: Mapping[str, Any] | None = None,
     control: bool | None = None,
     dirpath: str | os.PathLike[str] | None = None,
+    executor: Any = None,
+    measure_speed: MeasureSpeed = "as run",
 ) -> PrecisionReport:
     """Train the same module in several precisions, and judge whether a precision is worse and how much it gains.
 
@@ -64,7 +48,8 @@ def compare_precisions(
 
     Each run does what a user would do by hand: `seed_everything(seed)`, `make_module()`, `make_data()`,
     `Trainer(**trainer_kwargs, plugins=[...]).fit`. It runs in a process of its own, and computes the same values, bit
-    for bit. All arms of one seed share initial weights, data order and random draws. They run one after the other.
+    for bit. All arms of one seed share initial weights, data order and random draws. They run one after the other,
+    unless an executor runs several at once.
     Every second seed runs them in reverse order, so that a machine that becomes slower does not always slow down the
     same arm.
 
@@ -75,7 +60,11 @@ def compare_precisions(
     busy the machine was.
 
     A speed is the median ratio of the times of the same steps, seed by seed, with a 95 % interval over the seeds. If
-    either arm may be the faster one, it is printed as "speed undecided".
+    either arm may be the faster one, it is printed as "speed undecided". Runs that shared a device, or had devices of
+    different models, are not compared in speed.
+
+    With an executor, a run whose worker dies is repeated once; if that is lost as well, it has failed. The report says
+    so. Each worker needs the same versions of this package, torch, Lightning and Python.
 
     Args:
         make_module: Returns a new LightningModule: its class, or a function without arguments. Another process imports
@@ -92,7 +81,14 @@ def compare_precisions(
             direction is known from torchmetrics or from the name. If it is not, write `{"val_thing": ("min", 0.1)}`.
         control: Whether to run the control; `None`: with more than one seed.
         dirpath: Folder in which finished runs are kept, or its URL. A second call with the same arguments, or with more
-            seeds, runs only the missing ones. `None` keeps nothing.
+            seeds or precisions, runs only the missing ones. `None` keeps nothing.
+        executor: Trains several runs at once: :class:`LocalDevices`, or any object with `submit(fn, /, *args)` whose
+            result has `done()` and `result()`. Executors of `concurrent.futures`, Dask (`client.get_executor()`),
+            submitit, executorlib and Parsl are such. A lambda or a function of a notebook is sent with cloudpickle.
+            `None`: one run after the other.
+        measure_speed: `"as run"`: compare the times of the runs that had their device for themselves. `"alone"`: train
+            all arms for some steps more, one after the other on one device, and compare these times. `False`: do not
+            compare speeds.
 
     Returns:
         The report. The folder also keeps failed runs, with their errors.
@@ -100,88 +96,29 @@ def compare_precisions(
     Raises:
         ValueError: If an argument is wrong, before anything runs if that can be known. If a margin is for a metric
             that the first finished run did not log. If `dirpath` has another comparison.
-        RuntimeError: If it is called on several ranks, or by a file that is imported in the process of an arm.
+        RuntimeError: If it is called on several ranks, or by a file that is imported in the process of an arm. If
+            workers of the executor have other packages, or it takes no runs.
         OSError: If `dirpath` cannot be written.
-        ModuleNotFoundError: With more than one seed and without scipy (`pip install scipy`).
+        ModuleNotFoundError: With more than one seed and without scipy (`pip install scipy`). With an executor and
+            factories that have no importable name, and without cloudpickle.
         KeyboardInterrupt: If it is interrupted; finished runs stay in `dirpath`.
 
-    Cost: all runs, one after the other, and some seconds to start each. After each run the final weights are validated
+    Cost: all runs, and about a second to start each on Linux; the first start takes some seconds. After each run the final weights are validated
     once more, by :class:`MetricComparison`, and one training step runs again to count its FLOPs. The reported training
     time includes neither of them.
 
     """
-    check_place("compare_precisions")
-    check_factory("make_module", make_module, LightningModule)
-    check_factory("make_data", make_data, LightningDataModule)
-    kwargs = check_trainer_kwargs(trainer_kwargs)
-    arms = parse_arms(precisions, kwargs.get("strategy", "auto"))
-    check_seeds(seed, num_seeds, control)
-    parsed_margins = parse_margins(margins)
-    if num_seeds > 1:
-        scipy_special()
-    plan = Plan(
-        make_module=factory_name(make_module),
-        make_data=factory_name(make_data),
-        arms={label: arm.description for label, arm in arms.items()},
-        trainer_kwargs={name: shown(value) for name, value in kwargs.items()},
+    comparison = Comparison(
+        make_module,
+        make_data,
+        precisions,
+        trainer_kwargs=trainer_kwargs,
         seed=seed,
         num_seeds=num_seeds,
-        control=num_seeds > 1 if control is None else control,
-        margins=parsed_margins,
+        margins=margins,
+        control=control,
+        dirpath=dirpath,
+        executor=executor,
+        measure_speed=measure_speed,
     )
-    store = None
-    if dirpath is not None:
-        sources = {label: arm.source for label, arm in arms.items()}
-        settings = {  # a later call may have other seeds and margins
-            "make_module": identity(make_module),
-            "make_data": identity(make_data),
-            "precisions": [f"{label}: {identity(source)}" for label, source in sources.items()],
-            "trainer_kwargs": {name: identity(kwargs[name]) for name in sorted(kwargs)},
-        }
-        store = Store(dirpath, settings, without_identity([make_module, make_data, sources, kwargs]))
-    with tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as folder:
-
-        def train(label: str, seed: int, on_progress: OnProgress) -> ArmRun:
-            scratch = Path(folder) / file_name(label, seed)
-            kept = None if store is None else store.work_folder(label, seed)
-            task = Task(
-                label=label,
-                seed=seed,
-                arm=arms.get(label, arms[plan.reference]),
-                moved=label not in arms,
-                make_module=make_module,
-                make_data=make_data,
-                trainer_kwargs=kwargs,
-                work_folder=str((kept or scratch).absolute()),
-            )
-            try:
-                return run_in_process(task, on_progress)
-            finally:  # the checkpoints of all runs together may be larger than the disk
-                shutil.rmtree(scratch, ignore_errors=True)
-
-        return PrecisionReport(plan, _run_all(plan, train, store))
-
-
-def _run_all(plan: Plan, train: Callable[[str, int, OnProgress], ArmRun], store: Store | None) -> list[ArmRun]:
-    """Return the runs of a plan, one after the other: from the store, or trained."""
-    runs: list[ArmRun] = []
-    with progress(len(plan.labels) * plan.num_seeds) as shown:
-        for label, seed in plan.runs():
-            shown.start(f"{label}, seed {seed}")
-            kept = None if store is None else store.load(label, seed)
-            run = kept or train(label, seed, shown.move)
-            if store is not None and kept is None:
-                store.save(run)
-            shown.finish(f"{label}, seed {seed}: {_ending(run, kept is not None)}")
-            if run.finished and not any(other.finished for other in runs):
-                check_margins(plan.margins, run)
-            runs.append(run)
-    return runs
-
-
-def _ending(run: ArmRun, kept: bool) -> str:
-    if kept:
-        return "kept from before"
-    error = " ".join((run.error or "").split())
-    cut = error if len(error) <= 160 else f"{error[:160]}..."
-    return f"{run.total_s:.0f} s" if run.finished else f"failed: {cut}"
+    return comparison.run()

@@ -8,6 +8,7 @@ import inspect
 import pickle
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,24 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning_amp.compare._describe import main_path, shown
 
 
-def check_factory(argument: str, factory: Any, kind: type) -> None:
+def by_value(factory: Any) -> bool:
+    """Return whether another process cannot import a factory by its name: it has none, or is of no file."""
+    function = _function(factory)
+    where = getattr(function, "__qualname__", "")
+    return "<lambda>" in where or "<locals>" in where or (_module_name(factory) == "__main__" and main_path() is None)
+
+
+def check_factory(
+    argument: str, factory: Any, kind: type, dumps: Callable[[Any], bytes] = pickle.dumps, *, named: bool = True
+) -> None:
     """Refuse a factory that another process cannot import and call.
+
+    Args:
+        argument: The name of the argument.
+        factory: The factory.
+        kind: What it returns.
+        dumps: How it is sent.
+        named: Whether the other process imports it by its name.
 
     Raises:
         ValueError: If the factory is refused. The message explains how to write it instead.
@@ -48,7 +65,7 @@ def check_factory(argument: str, factory: Any, kind: type) -> None:
         f"Move it to the top level of a file, for example `models.py`, and pass `models.{name}`. Each arm runs in a"
         " process of its own, which has to import it."
     )
-    if obstacle:
+    if obstacle and named:
         raise ValueError(f"`{argument}` {obstacle}, which another process cannot import. {move}{more}")
     try:
         inspect.signature(factory).bind()
@@ -60,7 +77,7 @@ def check_factory(argument: str, factory: Any, kind: type) -> None:
     except ValueError:  # a builtin without a signature
         pass
     try:
-        pickle.loads(pickle.dumps(factory))
+        pickle.loads(dumps(factory))
     except Exception as error:
         text = f"`{argument}` cannot be sent to another process: {type(error).__name__}: {error}."
         raise ValueError(f"{text} {move}") from error

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing_extensions import final
 
 from lightning_amp.compare._arm import Arm, ArmMetric, best, time_to
+from lightning_amp.compare._company import same_kind_of_device, shared_a_device
 from lightning_amp.compare._directions import direction_of
 from lightning_amp.compare._plan import CONTROL, Plan
 from lightning_amp.compare._recommendation import Recommendation, recommend
@@ -35,9 +36,9 @@ class Judgement:
     recommendation: Recommendation
 
 
-def judge(plan: Plan, runs: Sequence[ArmRun]) -> Judgement:
+def judge(plan: Plan, runs: Sequence[ArmRun], speed_runs: Sequence[ArmRun] = ()) -> Judgement:
     """Sum up the runs by arm, judge each arm in each metric, and recommend one."""
-    arms = MappingProxyType(_Judge(plan, runs).arms())
+    arms = MappingProxyType(_Judge(plan, runs, speed_runs).arms())
     return Judgement(plan, arms, recommend(arms))
 
 
@@ -45,8 +46,12 @@ def judge(plan: Plan, runs: Sequence[ArmRun]) -> Judgement:
 class _Judge:
     """Compares the runs of each arm with the runs of the reference."""
 
-    def __init__(self, plan: Plan, runs: Sequence[ArmRun]) -> None:
+    def __init__(self, plan: Plan, runs: Sequence[ArmRun], speed_runs: Sequence[ArmRun]) -> None:
         self._plan = plan
+        timed = speed_runs if plan.measure_speed == "alone" else runs
+        self._timed = {label: tuple(run for run in timed if run.label == label) for label in plan.labels}
+        everything = (*runs, *speed_runs)
+        self._crowded = {id(run) for run in timed if shared_a_device(run, everything)}
         self._of = {label: [run for run in runs if run.label == label] for label in plan.labels}
         self._reference = self._of[plan.reference]
         names = dict.fromkeys(name for run in runs for name in run.curves)
@@ -72,6 +77,8 @@ class _Judge:
                     if (label, name) in judged or any(name in run.curves for run in runs)
                 },
                 speed=self._speed(label),
+                not_compared=self._why_not_compared(label),
+                timed=self._timed[label],
             )
         return arms
 
@@ -168,15 +175,35 @@ class _Judge:
         control = self._paired_speed(CONTROL)
         return found.widened(control.ratio) if control is not None and control.differs else found
 
+    def _pairs(self, label: str) -> list[tuple[ArmRun, ArmRun]]:
+        """Return each finished run of an arm with the reference's run of the same seed."""
+        theirs = {run.seed: run for run in self._timed[self._plan.reference] if run.finished}
+        return [(run, theirs[run.seed]) for run in self._timed[label] if run.finished and run.seed in theirs]
+
     def _paired_speed(self, label: str) -> SpeedComparison | None:
-        theirs = {run.seed: run.seconds_of_steps() for run in self._reference if run.finished}
+        """Compare the times of the runs that had a device of the same model for themselves."""
         log_ratios: list[float] = []
-        for run in self._of[label]:
-            times, reference_times = run.seconds_of_steps(), theirs.get(run.seed, {})
+        for run, reference in self._pairs(label) if self._plan.measure_speed != "off" else ():
+            if id(run) in self._crowded or id(reference) in self._crowded or not same_kind_of_device(run, reference):
+                continue
+            times, reference_times = run.seconds_of_steps(), reference.seconds_of_steps()
             both = sorted(times.keys() & reference_times.keys())
-            if run.finished and len(both) >= _LEAST_STEPS:
+            if len(both) >= _LEAST_STEPS:
                 log_ratios.append(paired_log_ratio([times[i] for i in both], [reference_times[i] for i in both]))
         return SpeedComparison.of(log_ratios) if log_ratios else None
+
+    def _why_not_compared(self, label: str) -> str:
+        """Return why an arm has no speed; empty if it has one, or needs none."""
+        pairs = self._pairs(label)
+        if label == self._plan.reference or not pairs or self._paired_speed(label) is not None:
+            return ""
+        if self._plan.measure_speed == "off":
+            return "`measure_speed=False`"
+        if any(id(run) in self._crowded for pair in pairs for run in pair):
+            return "runs shared a device"
+        if not any(same_kind_of_device(*pair) for pair in pairs):
+            return "the runs had different devices"
+        return f"fewer than {_LEAST_STEPS} steady steps"
 
 
 def direction(plan: Plan, name: str, runs: Iterable[ArmRun]) -> Direction | None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from typing_extensions import final
 
 from lightning_amp._plain_data import plain
 from lightning_amp.compare import _fields
 from lightning_amp.compare._statistics import Direction
+
+MeasureSpeed = Literal["as run", "alone", False]
+"""How speed is measured: in the runs themselves, in short runs alone on one device, or not at all."""
 
 CONTROL = "control"
 """The label of the control: the reference, trained with initial weights moved in their last bit."""
@@ -43,6 +46,7 @@ class Plan:
         num_seeds: Number of seeds.
         control: Whether there is a control.
         margins: By metric.
+        measure_speed: How speed is measured; `"off"`: not at all.
 
     """
 
@@ -54,6 +58,7 @@ class Plan:
     num_seeds: int = 1
     control: bool = False
     margins: Mapping[str, Margin] = field(default_factory=dict)
+    measure_speed: Literal["as run", "alone", "off"] = "as run"
 
     @property
     def reference(self) -> str:

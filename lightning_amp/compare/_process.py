@@ -5,21 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
+import platform
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import final
+
 from lightning_amp.compare import _child
-from lightning_amp.compare._checks import IN_AN_ARM
-from lightning_amp.compare._factories import main_module, source_files
+from lightning_amp.compare._fork_server import FORK_SERVER
+from lightning_amp.compare._place import assigned
 from lightning_amp.compare._run import ArmRun
-from lightning_amp.compare._worker import CANNOT_IMPORT, PROGRESS, RESULT, Task, process_settings
+
+IN_AN_ARM = "LIGHTNING_AMP_ARM"
+"""Environment variable that is set in the process of an arm."""
+
+RESULT = "result.json"
+PROGRESS = "progress.json"
+CANNOT_IMPORT = "cannot import"
+"""Key of a result without a run: the factories could not be imported, and no other arm could import them either."""
 
 OnProgress = Callable[[float | None, str], None]
 """Gets the share of the training that is done (`None` if unknown) and a text, several times a second."""
@@ -28,59 +38,100 @@ _LOG_LINES = 60
 _RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
-def run_in_process(task: Task, on_progress: OnProgress) -> ArmRun:
+@final
+@dataclass(frozen=True)
+class PackedTask:
+    """A training as bytes, and where another process finds the modules of the user.
+
+    Attributes:
+        label: The label of the arm.
+        seed: The seed of the run.
+        pickled: The task.
+        origin: `sys.path`, the script, its arguments, and the settings of torch: JSON.
+        one_process: Whether it trains in one process: without ranks that Lightning starts.
+
+    """
+
+    label: str
+    seed: int
+    pickled: bytes
+    origin: Mapping[str, Any]
+    one_process: bool
+
+
+def run_packed(task: PackedTask, work_folder: str, on_progress: OnProgress) -> ArmRun:
     """Run a task in a new process, and return its record, or a record with the error that ended it.
 
-    The process inherits the environment, the current folder, `sys.path` and torch's settings (threads, TF32), and no
-    other state. Its output goes to `output.log` in the task's folder. The process is killed when this call is
-    interrupted, and ends by itself when this process ends.
+    The process inherits the environment and the current folder, and has the torch settings (threads, TF32) of the
+    process that packed the task. Its output goes to `output.log` in `work_folder`. The process is killed when this call
+    is interrupted, and ends by itself when this process ends.
 
     Raises:
         ValueError: If the process cannot import the factories.
         KeyboardInterrupt: If it was interrupted; the process has ended by then.
 
     """
+    started = time.time()
+    place = assigned.get()
+    base = {name: value for name, value in os.environ.items() if name not in _RANKS}
+    base |= {IN_AN_ARM: "1", "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
+        log = Path(work_folder).absolute() / "output.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)
+        settings = dict(task.origin["settings"])
+        if place.cores:
+            settings["num_threads"] = min(settings["num_threads"], len(place.cores))
+        environment = base | dict(place.environment)
         header = {
+            **task.origin,
             "folder": name,
-            "path": [entry or os.getcwd() for entry in sys.path],
-            "main": main_module(),
-            "files": source_files(task.make_module, task.make_data),
-            "argv": sys.argv,
-            "settings": process_settings(),
+            "work_folder": str(work_folder),
+            "settings": settings,
+            "environment": environment,
+            "cores": list(place.cores),
+            "cwd": os.getcwd(),
+            "log": str(log),
         }
-        (folder / "task.pickle").write_bytes(pickle.dumps(task))
+        (folder / "task.pickle").write_bytes(task.pickled)
         (folder / "header.json").write_text(json.dumps(header), encoding="utf-8")
-        Path(task.work_folder).mkdir(parents=True, exist_ok=True)
-        log = Path(task.work_folder) / "output.log"
-        with open(log, "wb") as output:
-            code = _run([sys.executable, _child.__file__, str(folder / "header.json")], output, folder, on_progress)
-        return _outcome(task, folder, log, code)
+        process = FORK_SERVER.fork(folder, base, task.origin["path"]) if task.one_process else None
+        process = process or _new_process(folder / "header.json", log, environment)
+        try:
+            code = _wait(process, folder, on_progress, place.stop.is_set)
+        finally:
+            if process.poll() is None:
+                _kill(process)
+        run = _outcome(task, folder, log, code)
+        return replace(run, host=platform.node(), started_at=started, ended_at=time.time())
 
 
-def _run(command: list[str], output: Any, folder: Path, on_progress: OnProgress) -> int:
-    environment = {name: value for name, value in os.environ.items() if name not in _RANKS}
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env={**environment, IN_AN_ARM: "1", "PYTHONUNBUFFERED": "1"},
-        # Ctrl-C must not reach the arm: Lightning would end the run early, as if it had finished
-        start_new_session=True,
-    )
-    try:
-        while True:
+def _new_process(header: Path, log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with open(log, "wb") as output:
+        return subprocess.Popen(
+            [sys.executable, _child.__file__, str(header)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            # Ctrl-C must not reach the arm: Lightning would end the run early, as if it had finished
+            start_new_session=True,
+        )
+
+
+def _wait(process: Any, folder: Path, on_progress: OnProgress, is_stopped: Callable[[], bool]) -> int:
+    """Return the exit status, after telling the progress several times a second."""
+    while True:
+        for _ in range(10):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(timeout=0.2)
-            on_progress(*_progress(folder))
-    finally:
-        if process.poll() is None:
-            _kill(process)
+                return process.wait(timeout=0.02)
+        if is_stopped():
+            raise KeyboardInterrupt
+        on_progress(*_progress(folder))
 
 
-def _kill(process: subprocess.Popen[Any]) -> None:
+def _kill(process: Any) -> None:
     """Kill a process and all processes that it started. These processes have nothing to save."""
     with contextlib.suppress(ProcessLookupError):
         if hasattr(os, "killpg"):
@@ -98,7 +149,7 @@ def _progress(folder: Path) -> tuple[float | None, str]:
         return None, "starting"
 
 
-def _outcome(task: Task, folder: Path, log: Path, code: int) -> ArmRun:
+def _outcome(task: PackedTask, folder: Path, log: Path, code: int) -> ArmRun:
     try:
         data: Any = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -115,16 +166,24 @@ def _outcome(task: Task, folder: Path, log: Path, code: int) -> ArmRun:
             return run
         return replace(run, error=run.error or f"after training, its process {_ending(code)}", log=_tail(log))
     left = " and left no result" if code >= 0 else ""
-    return ArmRun(task.label, task.seed, error=f"its process {_ending(code)}{left}", log=_tail(log))
+    error = f"its process {_ending(code)}{left}"
+    return ArmRun(task.label, task.seed, error=error, killed_by=_signal_name(code), log=_tail(log))
+
+
+def _signal_name(code: int) -> str | None:
+    """Return the name of the signal that ended a process; `None` if it ended by itself."""
+    if code >= 0:
+        return None
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return str(-code)
 
 
 def _ending(code: int) -> str:
-    if code >= 0:
+    name = _signal_name(code)
+    if name is None:
         return f"ended with exit status {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = str(-code)
     often = "; on Linux that is often the kernel, out of memory" if name == "SIGKILL" else ""
     return f"was killed by {name}{often}"
 

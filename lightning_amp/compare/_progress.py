@@ -1,4 +1,4 @@
-"""Show which arm runs, how far it is, and how long the rest takes."""
+"""Show which arms run, how far they are, and how long the rest takes."""
 
 from __future__ import annotations
 
@@ -23,33 +23,63 @@ class Progress:
     def __init__(self, total: int, bar: tuple[Any, Any] | None) -> None:
         self._total, self._bar = total, bar
         self._done = 0
+        self._shares: dict[str, float] = {}
+        self._rows: dict[str, Any] = {}
         self._name = ""
 
     def start(self, name: str) -> None:
-        """Show the name of the run that begins."""
+        """Note that a run begins, or is queued."""
         self._name = name
-        self.move(None, "starting")
+        self._shares[name] = 0.0
+        if len(self._shares) == 1:
+            self.move(None, "starting")
 
     def expect(self, total: int) -> None:
         """Correct the number of runs, finished ones included."""
         self._total = total
         self._update(total=total)
 
-    def move(self, share: float | None, text: str) -> None:
-        """Show how far the run is: a share from 0 to 1, or `None`, and a text."""
-        name = f"{self._name}: {text}".replace("[", "\\[")
-        self._update(completed=self._done + (share or 0.0), description=name)
+    def move(self, share: float | None, text: str, name: str | None = None) -> None:
+        """Show how far a run is.
 
-    def finish(self, text: str) -> None:
-        """Show how the run ended."""
-        self._done += 1
-        self.expect(max(self._total, self._done))
-        self._update(completed=self._done)
+        Args:
+            share: From 0 to 1, or `None`.
+            text: What it does.
+            name: Its name; `None`: the run that was started last.
+
+        """
+        name = self._name if name is None else name
+        self._shares[name] = share or 0.0
+        words = f"{name}: {text}".replace("[", "\\[")
+        if len(self._shares) == 1:
+            self._update(completed=self._done + (share or 0.0), description=words)
+            return
+        self._update(completed=self._done + sum(self._shares.values()), description=f"{len(self._shares)} runs")
+        if self._bar is not None:
+            bar, _ = self._bar
+            if name not in self._rows and share is not None:
+                self._rows[name] = bar.add_task(words, total=1.0)
+            if name in self._rows:
+                bar.update(self._rows[name], completed=share or 0.0, description=words)
+
+    def say(self, text: str) -> None:
+        """Print a line."""
         if self._bar is not None:
             self._bar[0].console.print(text, highlight=False, markup=False)
         else:
-            sys.stderr.write(f"[{self._done}/{self._total}] {text}\n")
+            sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
+
+    def finish(self, text: str, name: str | None = None) -> None:
+        """Show how a run ended; `name` is as for :meth:`move`."""
+        name = self._name if name is None else name
+        self._shares.pop(name, None)
+        if self._bar is not None and name in self._rows:
+            self._bar[0].remove_task(self._rows.pop(name))
+        self._done += 1
+        self.expect(max(self._total, self._done))
+        self._update(completed=self._done + sum(self._shares.values()))
+        self.say(text if self._bar is not None else f"[{self._done}/{self._total}] {text}")
 
     def _update(self, **fields: Any) -> None:
         if self._bar is not None:

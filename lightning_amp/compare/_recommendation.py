@@ -59,7 +59,7 @@ def recommend(arms: Mapping[str, Arm]) -> Recommendation:
     if undecided or of_unknown_speed:
         open_ = [_why_undecided(arm) for arm in undecided]
         open_ += [_why_of_unknown_speed(arm, reference) for arm in of_unknown_speed]
-        how = _how_to_decide(undecided) if undecided else "More seeds narrow the interval of a speed."
+        how = _how_to_decide(undecided) if undecided else _how_to_know_the_speed(of_unknown_speed)
         return Recommendation(None, (f"No recommendation yet: {'; '.join(open_)}.", how, *_speeds(undecided)))
     reasons = "; ".join(_why_not(arm, reference) for arm in others)
     if fine:
@@ -183,7 +183,7 @@ def _why_undecided(arm: Arm) -> str:
 def _why_of_unknown_speed(arm: Arm, reference: Arm) -> str:
     """Write that an arm is not worse, but cannot be recommended for less memory because its speed is unknown."""
     if arm.speed is None:
-        speed = "its speed was not measured"
+        speed = f"its speed was not compared: {arm.not_compared}" if arm.not_compared else "its speed was not measured"
     elif arm.speed.claim == "one run":
         speed = f"its speed was measured with one seed only ({arm.speed})"
     else:
@@ -202,6 +202,12 @@ def _how_to_decide(undecided: Sequence[Arm]) -> str:
         return "It takes at least three seeds to decide."
     needed = [metric.verdict.seeds_needed for metric in metrics if metric.verdict.seeds_needed is not None]
     return f"It takes {in_words(max(needed)) if needed else 'more'} seeds to decide, or larger margins."
+
+
+def _how_to_know_the_speed(arms: Sequence[Arm]) -> str:
+    if all(arm.speed is None for arm in arms):
+        return '`measure_speed="alone"` measures each arm in short runs, alone on one device.'
+    return "More seeds narrow the interval of a speed."
 
 
 def _speeds(arms: Sequence[Arm]) -> list[str]:

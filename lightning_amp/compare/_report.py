@@ -40,14 +40,16 @@ class PrecisionReport:
     Args:
         plan: The plan of the comparison.
         runs: The record of each run, in any order.
+        speed_runs: The short runs that only measured speed, if there are such.
 
     Attributes:
         plan: The plan of the comparison.
 
     """
 
-    def __init__(self, plan: Plan, runs: Iterable[ArmRun]) -> None:
+    def __init__(self, plan: Plan, runs: Iterable[ArmRun], speed_runs: Iterable[ArmRun] = ()) -> None:
         self.plan = plan
+        self._speed_runs = tuple(speed_runs)
         position = {label: index for index, label in enumerate(plan.labels)}
         known = [run for run in runs if run.label in position and run.seed in plan.seeds]
         self._runs = tuple(sorted(known, key=lambda run: (run.seed, position[run.label])))
@@ -59,7 +61,7 @@ class PrecisionReport:
 
     @cached_property
     def _judgement(self) -> Judgement:
-        return judge(self.plan, self._runs)
+        return judge(self.plan, self._runs, self._speed_runs)
 
     @property
     def arms(self) -> Mapping[str, Arm]:
@@ -97,7 +99,7 @@ class PrecisionReport:
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.plan, self._runs)
+        return type(self), (self.plan, self._runs, self._speed_runs)
 
     @override
     def __repr__(self) -> str:
@@ -127,6 +129,7 @@ class PrecisionReport:
             "speeds": {label: arm.speed.to_data() for label, arm in self.arms.items() if arm.speed is not None},
             "plan": self.plan.to_data(),
             "runs": [run.to_data() for run in self._runs],
+            "speed_runs": [run.to_data() for run in self._speed_runs],
         }
         write_atomically(path, lambda file: file.write(json.dumps(data, indent=1, allow_nan=False)))
 
@@ -145,7 +148,8 @@ class PrecisionReport:
                 raise ValueError("its `format` is not 1")
             if not isinstance(data.get("runs"), list):
                 raise ValueError("its `runs` are not a list")
-            return cls(Plan.from_data(data.get("plan")), map(ArmRun.from_data, data["runs"]))
+            runs, speed_runs = ([ArmRun.from_data(run) for run in data.get(key, [])] for key in ("runs", "speed_runs"))
+            return cls(Plan.from_data(data.get("plan")), runs, speed_runs)
         except (ValueError, RecursionError) as error:  # this also catches `json.JSONDecodeError`, a `ValueError`
             raise ValueError(f"`{path}` is not what `PrecisionReport.to_json` writes: {error}") from error
 

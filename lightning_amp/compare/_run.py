@@ -42,7 +42,14 @@ class ArmRun:
         error: The exception that ended the run, or the signal that killed its process. `None` if it finished.
         precision: The precision that the plugin chose: `"fp16"`, `"bf16-mixed"`; `"fp16, bf16 from step 64 on"` if the
             run was stuck and fell back.
-        device: Where it ran: `"cpu: AMD EPYC"`.
+        device: Where it ran: `"cpu (AMD EPYC)"`.
+        devices: The devices that it computed on, as the host tells them apart: `("cuda:GPU-7f3a...",)`; `("cpu",)`.
+        host: The name of the machine.
+        num_threads: Number of threads of an operation on the CPU.
+        started_at: When its process was started, by the clock of the host: seconds since 1970.
+        ended_at: When its process had ended.
+        killed_by: The signal that killed its process: `"SIGKILL"`.
+        first_attempt: How the first attempt was lost, if the run was repeated because its worker died.
         tf32: Whether fp32 matrix products were allowed to use TF32.
         versions: Versions of torch, lightning, lightning_amp and Python.
         curves: Each validation metric, with a point for each validation that logged it. The sanity check is left out.
@@ -70,6 +77,13 @@ class ArmRun:
     error: str | None = None
     precision: str = ""
     device: str = ""
+    devices: tuple[str, ...] = ()
+    host: str = ""
+    num_threads: int = 0
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    killed_by: str | None = None
+    first_attempt: str = ""
     tf32: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
     curves: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +21,63 @@ from lightning_amp._urls import child, location, open_to_read
 from lightning_amp.compare._run import ArmRun
 
 _PLAN = "comparison.json"
-_FORMAT = 1
+_FORMAT = 2
+
+
+@final
+@dataclass(frozen=True)
+class RunFile:
+    """The file in which a run is kept: its path or URL, and the key of the run's settings."""
+
+    path: str
+    key: str
+
+    def write(self, run: ArmRun) -> None:
+        """Keep a run. Of two writers at once, one wins, and the file is never half written.
+
+        Raises:
+            OSError: If the file cannot be written.
+
+        """
+        data = {"format": _FORMAT, "key": self.key, "run": run.to_data()}
+        write_atomically(self.path, lambda file: file.write(json.dumps(data, allow_nan=False)))
 
 
 @final
 class Store:
-    """Keeps runs in a folder, or at its URL.
+    """Keeps runs in a folder, or at its URL. Later calls may add arms and seeds.
 
     Args:
         dirpath: The folder, which is made.
-        identity: The settings that distinguish this comparison from others, each as a text.
+        settings: The settings that all runs share, each as a text.
+        arms: The settings of each arm as a text, by label.
         without_text: Types of settings whose objects all have the same text. If there are such types, no earlier run is
             loaded, and a warning names the types.
 
     Raises:
-        ValueError: If the folder has runs of another comparison. The message names the folder and the settings that
-            differ.
+        ValueError: If the folder has runs with other settings. The message names the folder and the settings.
         OSError: If the folder cannot be written.
 
     """
 
-    def __init__(self, dirpath: Any, identity: Mapping[str, Any], without_text: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        dirpath: Any,
+        settings: Mapping[str, Any],
+        arms: Mapping[str, str],
+        without_text: Sequence[str] = (),
+    ) -> None:
         fine = isinstance(dirpath, (str, os.PathLike)) and bool(str(dirpath))
         require(fine, "dirpath", "a folder, its URL", dirpath, none="or `None`")
         self._folder = location(dirpath, "dirpath")
-        self._key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+        self._settings, self._arms = settings, arms
         self._warned = False
         self._reuses = not without_text
-        self._refuse_another(dirpath, identity)
-        self._write(_PLAN, {"comparison": identity})
+        earlier = self._read(_PLAN) or {}
+        self._refuse_other_settings(dirpath, earlier)
+        kept: Any = earlier.get("arms") if isinstance(earlier.get("comparison"), dict) else None
+        data = {"format": _FORMAT, "comparison": settings, "arms": {**(kept or {}), **arms}}
+        write_atomically(child(self._folder, _PLAN), lambda file: json.dump(data, file))
         if without_text:
             _messages.warn(
                 f"`compare_precisions` keeps finished runs in `{self._folder}`, but a second call runs them again: the"
@@ -56,50 +85,84 @@ class Store:
                 " `make_module` or `make_data`."
             )
 
-    def load(self, label: str, seed: int) -> ArmRun | None:
-        """Return a run that has finished in this store; `None` if there is none, or if its file is half written."""
-        name = f"{file_name(label, seed)}.json"
-        data = self._read(name) if self._reuses else None
+    @property
+    def folder(self) -> Path | str:
+        """Return the folder, or its URL."""
+        return self._folder
+
+    def file(self, label: str, seed: int, what: str = "") -> RunFile:
+        """Return the file of a run; `what` tells measurements of a run apart that are kept beside it: `"speed"`."""
+        key = json.dumps([self._settings, self._arms[label]], sort_keys=True)
+        folder = self._folder.absolute() if isinstance(self._folder, Path) else self._folder
+        path = child(folder, f"{file_name(label, seed)}{what and f'.{what}'}.json")
+        return RunFile(str(path), hashlib.sha256(key.encode()).hexdigest()[:16])
+
+    def load(self, label: str, seed: int, what: str = "", *, failed: bool = False) -> ArmRun | None:
+        """Return a kept run.
+
+        Args:
+            label: Its label.
+            seed: Its seed.
+            what: As for :meth:`file`.
+            failed: Whether a run that failed is returned as well.
+
+        Returns:
+            The run; `None` if there is none, or if its file is half written.
+
+        Raises:
+            ValueError: If the file is of a run with other settings.
+
+        """
+        file = self.file(label, seed, what)
+        data = self._read(file.path.rpartition("/")[2].rpartition(os.sep)[2]) if self._reuses else None
         if data is None:
             return None
         try:
             run = ArmRun.from_data(data.get("run"))
         except ValueError:
             return None
-        if data.get("key") != self._key:
-            raise ValueError(f"`{child(self._folder, name)}` is a run of another comparison. Use another `dirpath`.")
-        return run if run.finished and (run.label, run.seed) == (label, seed) else None
+        if data.get("key") != file.key:
+            raise ValueError(f"`{file.path}` is a run of another comparison. Use another `dirpath`.")
+        return run if (run.finished or failed) and (run.label, run.seed) == (label, seed) else None
 
-    def save(self, run: ArmRun) -> None:
+    def save(self, run: ArmRun, what: str = "") -> None:
         """Keep a run. If that fails, warn once, and continue the comparison."""
         try:
-            self._write(f"{file_name(run.label, run.seed)}.json", {"run": run.to_data()})
+            self.file(run.label, run.seed, what).write(run)
         except OSError as error:
-            if not self._warned:
-                self._warned = True
-                _messages.warn(
-                    f"`compare_precisions` could not write to `{self._folder}`: {error}. It goes on, and the report"
-                    " will be complete; but a later call could not continue from here."
-                )
+            self.warn_of(f"{error}")
+
+    def warn_of(self, error: str) -> None:
+        """Warn once that runs could not be written."""
+        if not self._warned:
+            self._warned = True
+            _messages.warn(
+                f"`compare_precisions` could not write to `{self._folder}`: {error}. It goes on, and the report"
+                " will be complete; but a later call could not continue from here."
+            )
 
     def work_folder(self, label: str, seed: int) -> Path | None:
         """Return the folder for the files that a run itself writes; `None` if the store is not on this machine."""
         return self._folder / file_name(label, seed) if isinstance(self._folder, Path) else None
 
-    def _refuse_another(self, dirpath: Any, identity: Mapping[str, Any]) -> None:
-        data = self._read(_PLAN) or {}
-        theirs = data.get("comparison")
-        if not isinstance(theirs, dict) or data.get("key") == self._key:
+    def _refuse_other_settings(self, dirpath: Any, earlier: Mapping[str, Any]) -> None:
+        theirs: Any = earlier.get("comparison")
+        if not isinstance(theirs, dict):
             return
+        pairs = [(part, theirs.get(part), mine) for part, mine in self._settings.items()]
+        arms: Any = earlier.get("arms")
+        arms = arms if isinstance(arms, dict) else {}
+        pairs += [(f"precisions[{label!r}]", arms[label], mine) for label, mine in self._arms.items() if label in arms]
         parts = [
-            "its `{}`: {}, not {}".format(part, *_where_they_differ(str(theirs.get(part)), str(mine)))
-            for part, mine in identity.items()
-            if theirs.get(part) != mine
+            "its `{}`: {}, not {}".format(part, *_where_they_differ(str(kept), str(mine)))
+            for part, kept, mine in pairs
+            if kept != mine
         ]
-        raise ValueError(
-            f"`dirpath` must be a folder of this comparison, or a new one; {str(dirpath)!r} has another comparison"
-            f" ({'; '.join(parts) or 'of another version'}). Use another folder, or remove that one."
-        )
+        if parts:
+            raise ValueError(
+                f"`dirpath` must be a folder of this comparison, or a new one; {str(dirpath)!r} has another comparison"
+                f" ({'; '.join(parts)}). Use another folder, or remove that one."
+            )
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
@@ -108,10 +171,6 @@ class Store:
         except (FileNotFoundError, ValueError):  # a `ValueError`: the file is half written, or is not text
             return None
         return data if isinstance(data, dict) and data.get("format") == _FORMAT else None
-
-    def _write(self, name: str, data: Mapping[str, Any]) -> None:
-        text = json.dumps({"format": _FORMAT, "key": self._key, **data}, allow_nan=False)
-        write_atomically(child(self._folder, name), lambda file: file.write(text))
 
 
 def file_name(label: str, seed: int) -> str:

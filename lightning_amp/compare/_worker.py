@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,16 +32,13 @@ from lightning_amp.compare._arms import ArmSpec
 from lightning_amp.compare._control import LastBitMover
 from lightning_amp.compare._factories import can_be_found
 from lightning_amp.compare._observer import Observer
+from lightning_amp.compare._place import visible_devices
+from lightning_amp.compare._process import CANNOT_IMPORT, PROGRESS, RESULT
 from lightning_amp.compare._run import ArmRun, Point
 from lightning_amp.findings import describe_fallbacks
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import ScaleHistory
 from lightning_amp.tracing import fp32_switches, reduces_fp32
-
-RESULT = "result.json"
-PROGRESS = "progress.json"
-CANNOT_IMPORT = "cannot import"
-"""Key of a result without a run: the factories could not be imported, and no other arm could import them either."""
 
 
 @final
@@ -74,7 +71,7 @@ def main(header: Mapping[str, Any], started: float) -> None:
     except BaseException as error:
         _write(folder, {CANNOT_IMPORT: f"{type(error).__name__}: {error}"})
         raise
-    run = run_arm(task, folder, started)
+    run = run_arm(replace(task, work_folder=header["work_folder"]), folder, started)
     if _lightning.is_rank_zero():
         _write(folder, {"run": run.to_data()})
 
@@ -160,6 +157,8 @@ def _sum_up(task: Task, observer: Observer, trainer: Trainer | None, error: str 
         error=error,
         precision=_precision(plugin, history),
         device=_device_name(observer.device, trainer),
+        devices=device_ids(trainer),
+        num_threads=torch.get_num_threads(),
         tf32=reduces_fp32(observer.device.type),
         versions={
             "lightning_amp": sys.modules["lightning_amp"].__version__,
@@ -211,6 +210,17 @@ def _device_name(device: torch.device, trainer: Trainer | None) -> str:
         name = f"{device.type} ({cpu_name()})" if device.type == "cpu" else device.type
     number = 1 if trainer is None else trainer.world_size
     return name if number == 1 else f"{number} x {name}"
+
+
+def device_ids(trainer: Trainer | None) -> tuple[str, ...]:
+    """Return the devices of a run as the machine tells them apart, whatever numbers this process sees."""
+    device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
+    if trainer is None or device.type in ("cpu", "mps", "meta"):
+        return (device.type,)
+    if device.type == "cuda":
+        return tuple(f"cuda:{torch.cuda.get_device_properties(i).uuid}" for i in trainer.device_ids)
+    numbers = visible_devices(device.type)
+    return tuple(f"{device.type}:{numbers[i] if i < len(numbers) else i}" for i in trainer.device_ids)
 
 
 def _thin(steps: list[int], most: int = 1000) -> list[int]:

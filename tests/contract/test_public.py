@@ -22,7 +22,7 @@ def test_every_public_name_works_and_nothing_else_is_public() -> None:
     contract = {
         "AmpPrecision", "FSDPAmpPrecision", "DynamicLossScaler", "StepRecord", "ScaleMonitor", "MetricComparison",
         "OverflowLocator", "GradientMonitor", "compare_precisions", "PrecisionReport", "find_batch_size",
-        "find_fp32_modules", "doctor", "__version__",
+        "find_fp32_modules", "doctor", "LocalDevices", "__version__",
     }  # fmt: skip
     public = set(lightning_amp.__all__)
     assert public <= contract
@@ -56,7 +56,7 @@ def test_import_is_light() -> None:
     heavy = ("matplotlib", "jsonargparse", "rich", "sklearn", "transformers", "torchao", "torch._dynamo.eval_frame")
     heavy = (*heavy, "scipy", "jinja2", "lightning_amp.compare", "lightning_amp.tune")
     heavy = (*heavy, "lightning_amp.advice", "lightning_amp.cli")
-    whole = {"PrecisionReport", "compare_precisions", "doctor", "find_batch_size", "find_fp32_modules"}
+    whole = {"LocalDevices", "PrecisionReport", "compare_precisions", "doctor", "find_batch_size", "find_fp32_modules"}
     training = ", ".join(set(lightning_amp.__all__) - whole)
     before = "import sys, lightning.pytorch; before = set(sys.modules)"
     code = f"{before}; from lightning_amp import {training}; print(sorted(set(sys.modules) - before))"

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 from lightning_amp._plain_data import Table, code, line
 from lightning_amp._text import counted, exact, memory, named, rounded
 from lightning_amp.compare._arm import Arm, ArmMetric, mean
+from lightning_amp.compare._company import shared_a_device
 from lightning_amp.compare._judge import Judgement
 from lightning_amp.compare._plan import CONTROL
+from lightning_amp.compare._run import ArmRun
 
 NONE = "-"
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # matches terminal colours and lone surrogates
@@ -97,13 +99,19 @@ def arm_row(arm: Arm) -> list[str]:
         arm.ran_as or NONE,
         NONE if speeds is None else f"{speeds.median:,.0f}" if speeds.median >= 100 else rounded(speeds.median),
         f"{in_ms[1]} ({in_ms[0]} to {in_ms[2]})" if in_ms else NONE,
-        NONE if arm.speed is None else str(arm.speed),
+        _speed(arm),
         NONE if peak is None else memory(peak),
         f"{arm.num_steps:,}",
         f"{arm.num_skipped:,}",
         ", ".join(dict.fromkeys(exact(scale) for scale in arm.final_scales)) or NONE,
         ", ".join(f"{100 * share:.0f} % {name}" for name, share in arm.matmul_flops.items()) or NONE,
     ]
+
+
+def _speed(arm: Arm) -> str:
+    if arm.speed is not None:
+        return str(arm.speed)
+    return f"not compared: {arm.not_compared}" if arm.not_compared else NONE
 
 
 def notes(report: Judgement) -> str:
@@ -135,6 +143,7 @@ def notes(report: Judgement) -> str:
             " validation do not count."
         )
         lines.append(_about_speed(report))
+    lines += _about_workers([run for arm in arms for run in arm.runs])
     memory_of = {arm.memory_of for arm in arms} - {None}
     if memory_of:
         whose = "the device's own count" if memory_of == {"device"} else "the memory of tensors on the CPU"
@@ -147,8 +156,27 @@ def notes(report: Judgement) -> str:
     return " ".join(lines)
 
 
+def _about_workers(runs: Sequence[ArmRun]) -> list[str]:
+    """Write which runs shared devices, and which were repeated."""
+    lines: list[str] = []
+    if any(shared_a_device(run, runs) for run in runs):
+        lines.append("Runs that shared a device have the same bits as alone, but other times.")
+    hosts = {run.host for run in runs if run.host}
+    if len(hosts) > 1:
+        lines.append(f"They ran on {len(hosts)} machines.")
+    lines += [
+        f"{code(run.label)}, seed {run.seed} was repeated: {run.first_attempt}." for run in runs if run.first_attempt
+    ]
+    return lines
+
+
 def _about_speed(report: Judgement) -> str:
     """Write how speeds were compared, and whether the control shows that the machine was busy."""
+    if report.plan.measure_speed == "off":
+        return "Speeds were not compared."
+    rounds = max((len(arm.timed) for arm in report.arms.values()), default=0)
+    if report.plan.measure_speed == "alone":
+        return f"Times and speeds are of {counted(rounds, 'short run')} of each arm, alone on one device."
     text = (
         "A speed compares times of the same steps, seed by seed; in brackets is the 95 % interval over the seeds."
         if report.plan.num_seeds > 1

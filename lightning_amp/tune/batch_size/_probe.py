@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Sized as HasLength
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,35 +11,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    Checkpoint,
-    EarlyStopping,
-    LearningRateFinder,
-    ModelSummary,
-    ProgressBar,
-    Timer,
-)
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import final, override
 
 from lightning_amp._text import literal
-from lightning_amp.compare import num_rows
-from lightning_amp.measure import is_settled
-from lightning_amp.shadow import remove_callbacks
+from lightning_amp.compare import StopWhenMeasured, num_rows
 from lightning_amp.tune.batch_size._batch_size_attribute import ModuleLoaders, held_sizes, is_size
 from lightning_amp.tune.batch_size._learning_rate import UsedRate
 
-_LEFT_OUT = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, ModelSummary, ProgressBar, Timer)
-"""Callbacks that write files, stop training, or try batch sizes."""
-
-_STEADY_BATCHES, _STEADY_S = 6, 2.0
-_MOST_STEADY_BATCHES = 100
-_LONG_S = 10.0
-"""Seconds of steady steps after which two of them are enough."""
-_MOST_BATCHES = 1000
-"""Largest number of batches for a module that takes no optimizer step."""
+_STEADY_BATCHES, _STEADY_S, _MOST_STEADY_BATCHES = 6, 2.0, 100
 
 _NO_PLACE = (
     "`make_data` or `make_module` must have a `batch_size`, an attribute or one of `hparams`, that the loaders are made"
@@ -100,12 +80,12 @@ class Probe(Callback):
     def __init__(self, path: str) -> None:
         self._path = path
         self._facts: dict[str, Any] = asdict(Facts())
-        self._settled_at: tuple[int, float] | None = None
+        self._stop = StopWhenMeasured(_STEADY_BATCHES, _STEADY_S, _MOST_STEADY_BATCHES)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
-        remove_callbacks(trainer, _LEFT_OUT)
+        self._stop.setup(trainer, pl_module, stage)
         sizes = held_sizes(pl_module, data)
         known = [int(size) for size in sizes if is_size(size)]
         if not sizes:
@@ -121,8 +101,7 @@ class Probe(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for config in trainer.lr_scheduler_configs:
-            config.strict = False  # the schedule may monitor a metric of validation, which does not run
+        self._stop.on_train_start(trainer, pl_module)
         self._note(
             **_facts_of_data(trainer),
             accumulated=trainer.accumulate_grad_batches,
@@ -140,20 +119,8 @@ class Probe(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        self._facts["num_batches"] += 1
-        count, now = self._facts["num_batches"], time.monotonic()
-        skipped = getattr(trainer.precision_plugin, "num_skipped", 0)
-        if self._settled_at is None and is_settled(count, trainer.global_step, skipped):
-            self._settled_at = count, now
-        if count >= _MOST_BATCHES or (self._settled_at is not None and self._is_enough(count, now)):
-            trainer.should_stop = True
-
-    def _is_enough(self, count: int, now: float) -> bool:
-        assert self._settled_at is not None
-        batches, seconds = count - self._settled_at[0], now - self._settled_at[1]
-        if batches >= _STEADY_BATCHES:
-            return seconds >= _STEADY_S or batches >= _MOST_STEADY_BATCHES
-        return batches >= 2 and seconds >= _LONG_S
+        self._stop.on_train_batch_end(trainer)
+        self._facts["num_batches"] = self._stop.num_batches
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

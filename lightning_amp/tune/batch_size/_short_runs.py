@@ -7,39 +7,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lightning.pytorch import Callback
-from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import final
 
 from lightning_amp._compat._messages import FRAME, OUT_OF_MEMORY
 from lightning_amp._user_line import is_own_project
-from lightning_amp.compare import ArmRun, ArmSpec, Task, run_in_process
+from lightning_amp.compare import ArmRun, ArmSpec, Task, run_in_process, short_trainer
 from lightning_amp.tune.batch_size._batch_size_attribute import FactoryWithBatchSize
 from lightning_amp.tune.batch_size._probe import Facts, Probe
 from lightning_amp.tune.batch_size._result import Measurement
-
-_LEFT_OUT = (
-    "barebones",
-    "check_val_every_n_epoch",
-    "default_root_dir",
-    "enable_checkpointing",
-    "max_epochs",
-    "max_steps",
-    "max_time",
-    "min_epochs",
-    "min_steps",
-    "model_registry",
-    "overfit_batches",
-    "profiler",
-    "val_check_interval",
-)
-"""Arguments of the Trainer that say how long it trains or what it writes; a profiler would replace our own."""
-
-_MANY_EPOCHS, _MANY_STEPS = 1000, 10_000
-"""Limits on steps and epochs, too large for any run to reach.
-
-They exist because schedules may read the number of steps.
-"""
 
 
 @final
@@ -78,30 +53,10 @@ class ShortRuns:
         return found, Facts.read(folder / "facts.json")
 
 
-def short_trainer(trainer_kwargs: Mapping[str, Any], probe: Callback) -> dict[str, Any]:
-    """Return arguments of a Trainer that trains until the probe stops it, and neither validates nor writes."""
-    kwargs = {name: value for name, value in trainer_kwargs.items() if name not in _LEFT_OUT}
-    # a share of a few large batches may be less than one batch
-    if isinstance(kwargs.get("limit_train_batches"), float):
-        del kwargs["limit_train_batches"]
-    given = kwargs.pop("callbacks", None) or []
-    return {
-        **kwargs,
-        "callbacks": [*([given] if not isinstance(given, (list, tuple)) else given), probe],
-        # Lightning refuses `False` if the callbacks contain a progress bar; the probe removes all bars
-        "enable_progress_bar": True,
-        "limit_val_batches": 0,
-        "logger": DummyLogger(),
-        "max_epochs": _MANY_EPOCHS,
-        "max_steps": max(trainer_kwargs.get("max_steps") or 0, _MANY_STEPS),
-        "num_sanity_val_steps": 0,
-    }
-
-
 def is_out_of_memory(run: ArmRun) -> bool:
     """Return whether the device or the machine ran out of memory."""
     error = run.error or ""
-    return bool(OUT_OF_MEMORY.search(error)) or "killed by SIGKILL" in error
+    return bool(OUT_OF_MEMORY.search(error)) or run.killed_by == "SIGKILL"
 
 
 def measurement(run: ArmRun, facts: Facts, size: int) -> Measurement:

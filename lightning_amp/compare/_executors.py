@@ -1,0 +1,205 @@
+"""Send runs to an executor, wait for them, and repeat what is lost when a worker dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from typing_extensions import final
+
+from lightning_amp import _messages
+from lightning_amp._arguments import require
+from lightning_amp.compare._progress import Progress
+from lightning_amp.compare._remote import Assignment, progress_of, runs_of, train, versions
+from lightning_amp.compare._run import ArmRun
+
+_POLL_S = 0.1
+_STOP_WITHIN_S = 15.0
+"""Seconds for workers to see the file that stops them."""
+
+_MISSING = re.compile(r"No module named '((?:lightning_amp|lightning|torch)[\w.]*)'")
+"""In the errors of workers that cannot import this package. Executors pass them on as text, each in its own words."""
+
+
+def check_executor(executor: object) -> None:
+    """Refuse an object that is no executor.
+
+    Raises:
+        ValueError: If it has no `submit`.
+
+    """
+    fine = executor is None or (callable(getattr(executor, "submit", None)) and not isinstance(executor, type))
+    rule = "an object with `submit(fn, *args)`: an executor of `concurrent.futures`, Dask or submitit, `LocalDevices()`"
+    require(fine, "executor", rule, executor, none="or `None`")
+
+
+@final
+class Dispatcher:
+    """Trains assignments on the workers of an executor.
+
+    Args:
+        executor: Has `submit(fn, /, *args)`, which returns an object with `done()`, `result()` and perhaps `cancel()`.
+        shown: Shows the progress of all runs at once.
+        on_runs: Gets the runs of each assignment, when it has ended.
+        on_unsaved: Gets the error of a worker that could not write its run.
+        folder: A folder that workers may be able to read, in which the file is made that stops them.
+
+    """
+
+    def __init__(
+        self,
+        executor: Any,
+        shown: Progress,
+        on_runs: Callable[[Assignment, list[ArmRun]], None],
+        on_unsaved: Callable[[str], None],
+        folder: Path,
+    ) -> None:
+        self._executor, self._shown = executor, shown
+        self._on_runs, self._on_unsaved = on_runs, on_unsaved
+        self._stop_file = folder.absolute() / f".stop-{platform.node()}-{os.getpid()}"
+        self._jobs: dict[int, tuple[Assignment, Any]] = {}
+        self._hosts: dict[int, str] = {}
+        self._here: list[tuple[int, Assignment]] = []
+        self._has_runs = False
+
+    def run(self, assignments: Sequence[Assignment]) -> None:
+        """Train all assignments, and return when the last one has ended.
+
+        Raises:
+            ValueError: If the workers cannot import the user's modules, or the executor returns no jobs.
+            RuntimeError: If the workers lack this package or have other versions, or the executor takes no runs.
+            KeyboardInterrupt: If it was interrupted. Nothing is queued or runs then, as far as the executor allows.
+
+        """
+        try:
+            for number, assignment in enumerate(assignments):
+                self._submit(number, replace(assignment, stop_file=str(self._stop_file)))
+            while self._jobs:
+                time.sleep(_POLL_S)
+                for number in list(self._jobs):
+                    self._look_at(number)
+            for number, assignment in self._here:
+                self._shown.start(assignment.name)
+                self._answered(number, assignment, train(assignment))
+        except BaseException:
+            self._stop()
+            raise
+
+    def _submit(self, number: int, assignment: Assignment) -> None:
+        try:
+            job = self._executor.submit(train, assignment)
+        except Exception as error:
+            if not self._jobs and not self._has_runs:
+                text = f"`executor` takes no runs: {_shown(error)}."
+                raise RuntimeError(text) from error
+            self._give_up(number, assignment, error)
+            return
+        if not (callable(getattr(job, "done", None)) and callable(getattr(job, "result", None))):
+            kind = type(job).__name__
+            raise ValueError(f"`executor.submit` must return an object with `done()` and `result()`, got {kind}.")
+        self._jobs[number] = assignment, job
+        self._shown.start(assignment.name)
+
+    def _look_at(self, number: int) -> None:
+        assignment, job = self._jobs[number]
+        if not job.done():
+            host, share, text = progress_of(assignment.folders[0])
+            self._hosts[number] = host or self._hosts.get(number, "")
+            self._shown.move(share, f"{host}: {text}" if host not in ("", platform.node()) else text, assignment.name)
+            return
+        del self._jobs[number]
+        try:
+            answer = job.result()
+        except (Exception, asyncio.CancelledError) as error:
+            missing = _MISSING.search(str(error))
+            if missing:
+                _refuse(f"`{missing[1]}` is not installed there", assignment, error)
+            self._lost(number, assignment, error)
+        else:
+            self._answered(number, assignment, answer)
+
+    def _answered(self, number: int, assignment: Assignment, answer: Any) -> None:
+        if "refused" in answer:
+            _refuse(answer["refused"], assignment)
+        if "cannot_import" in answer:
+            raise ValueError(answer["cannot_import"])
+        runs = runs_of(answer)
+        killed = next((run for run in runs if run.killed_by), None)
+        if killed is not None and not assignment.first_attempt:
+            self._hosts[number] = killed.host
+            self._lost(number, assignment, killed.error)
+            return
+        if answer["unsaved"]:
+            self._on_unsaved(answer["unsaved"])
+        for folder, files in zip(assignment.folders, answer["files"], strict=True):
+            for name, text in files.items():
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                (Path(folder) / name).write_text(text, encoding="utf-8")
+        self._ended(assignment, runs)
+
+    def _lost(self, number: int, assignment: Assignment, error: Any) -> None:
+        """Repeat runs whose worker died; after the second time, they have failed."""
+        if assignment.first_attempt:
+            self._give_up(number, assignment, error)
+            return
+        where = f" on {self._hosts[number]}" if self._hosts.get(number) else ""
+        again = replace(assignment, first_attempt=f"its worker was lost{where}: {_shown(error)}")
+        self._shown.say(f"{assignment.name} is repeated: {again.first_attempt}")
+        if isinstance(error, BrokenExecutor):  # a pool of processes on this machine, which takes nothing any more
+            if not self._here:
+                text = "The pool of `executor` broke when a process died. The runs that are left train here, in order."
+                _messages.warn(text)
+            self._here.append((number, again))
+        else:
+            self._submit(number, again)
+
+    def _give_up(self, number: int, assignment: Assignment, error: Any) -> None:
+        first = f" (first attempt: {assignment.first_attempt})" if assignment.first_attempt else ""
+        runs: list[ArmRun] = []
+        for task, folder in zip(assignment.tasks, assignment.folders, strict=True):
+            where = f"Host: {self._hosts.get(number) or 'unknown'}. Log: {Path(folder) / 'output.log'}"
+            text = f"the executor returned no result: {_shown(error)}{first}. {where}"
+            runs.append(ArmRun(task.label, task.seed, error=text, first_attempt=assignment.first_attempt))
+        self._ended(assignment, runs)
+
+    def _ended(self, assignment: Assignment, runs: list[ArmRun]) -> None:
+        self._has_runs = True
+        self._on_runs(assignment, runs)
+
+    def _stop(self) -> None:
+        """Take runs out of the queue, and end those that run."""
+        if not self._jobs:
+            return
+        with contextlib.suppress(OSError):
+            self._stop_file.touch()
+        try:
+            for _, job in self._jobs.values():
+                with contextlib.suppress(Exception):
+                    job.cancel()
+            deadline = time.monotonic() + _STOP_WITHIN_S
+            while time.monotonic() < deadline and not all(job.done() for _, job in self._jobs.values()):
+                time.sleep(_POLL_S)
+        finally:
+            self._stop_file.unlink(missing_ok=True)
+
+
+def _refuse(wrong: str, assignment: Assignment, error: BaseException | None = None) -> NoReturn:
+    own = ", ".join(f"{name} {version}" for name, version in versions().items())
+    raise RuntimeError(
+        f"The workers of `executor` must have the same packages as this process: {wrong}. Here are {own}."
+    ) from error
+
+
+def _shown(error: Any) -> str:
+    text = " ".join(str(error).split())
+    text = text if len(text) <= 300 else f"{text[:300]}..."
+    return text if isinstance(error, str) else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -1,0 +1,131 @@
+"""`LocalDevices`: run several trainings at once, each on its own devices or CPU cores of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from typing_extensions import final
+
+from lightning_amp._arguments import require, require_count
+from lightning_amp.compare._place import VISIBLE, Place, assigned, visible_devices
+
+
+@final
+class LocalDevices:
+    """An executor for this machine: each run gets accelerators, or CPU cores, that no other run of it has.
+
+    .. code-block:: python
+
+        report = compare_precisions(Model, Data, executor=LocalDevices())  # as many runs at once as there are GPUs
+
+    Each run sees its own devices only (`CUDA_VISIBLE_DEVICES`, or the same of another accelerator), numbered from 0 on.
+    Without an accelerator the CPU cores are divided: each run is bound to its share, and has as many threads. The
+    number of threads is a setting of torch that may change the last bits of large sums. So the bits are those of a
+    process with that many threads.
+
+    Args:
+        devices: Numbers or names of the accelerators: `[0, 2]`, `["GPU-7f3a..."]`. `None`: all that this process sees.
+        per_run: Number of accelerators for each run: 2 for `trainer_kwargs=dict(devices=2, strategy="ddp")`.
+        num: The most runs at once. `None`: as many as there are devices for; one without an accelerator.
+
+    Raises:
+        ValueError: If an argument is wrong, or if there are too few devices or cores.
+
+    """
+
+    def __init__(self, devices: Sequence[int | str] | None = None, per_run: int = 1, num: int | None = None) -> None:
+        require_count("per_run", per_run)
+        if num is not None:
+            require_count("num", num)
+        self._places = _places(devices, per_run, num)
+        self._free: queue.SimpleQueue[Place] = queue.SimpleQueue()
+        for place in self._places:
+            self._free.put(place)
+        self._pool: ThreadPoolExecutor | None = None
+
+    @property
+    def num_at_once(self) -> int:
+        """Return how many runs there are at once."""
+        return len(self._places)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Job:
+        """Call `fn` in a thread as soon as devices are free. A run that it starts gets these devices."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.num_at_once, thread_name_prefix="lightning-amp")
+        stop = threading.Event()
+        return Job(self._pool.submit(self._call, stop, fn, *args), stop)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more runs, as executors of `concurrent.futures` do."""
+        if self._pool is not None:
+            self._pool.shutdown(wait, cancel_futures=cancel_futures)
+
+    def _call(self, stop: threading.Event, fn: Callable[..., Any], *args: Any) -> Any:
+        place = self._free.get()
+        assigned.set(Place(place.environment, place.cores, stop))
+        try:
+            return fn(*args)
+        finally:
+            self._free.put(place)
+
+
+@final
+class Job:
+    """The future of a run on :class:`LocalDevices`."""
+
+    def __init__(self, future: Future[Any], stop: threading.Event) -> None:
+        self._future, self._stop = future, stop
+
+    def done(self) -> bool:
+        """Return whether the run has ended."""
+        return self._future.done()
+
+    def result(self) -> Any:
+        """Wait for the end of the run, and return its result or raise its exception."""
+        return self._future.result()
+
+    def cancel(self) -> bool:
+        """Take the run out of the queue, or kill its process; return whether it had not ended."""
+        self._stop.set()
+        return self._future.cancel() or not self._future.done()
+
+
+def _places(devices: Iterable[int | str] | None, per_run: int, num: int | None) -> list[Place]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type not in VISIBLE:
+        require(devices is None, "devices", "`None` on a machine without accelerators that can be divided", devices)
+        require(per_run == 1, "per_run", "1 on a machine without accelerators that can be divided", per_run)
+        return _cores(num or 1)
+    kind = accelerator.type
+    seen = visible_devices(kind) or [str(i) for i in range(torch.accelerator.device_count())]
+    if devices is None:
+        names = seen
+    else:
+        fine = not isinstance(devices, (str, bytes)) and all(isinstance(device, (int, str)) for device in devices)
+        require(fine, "devices", "a sequence of numbers or names of devices", devices, none="or `None`")
+        wrong = [d for d in devices if isinstance(d, int) and not 0 <= d < len(seen)]
+        require(not wrong, "devices", f"numbers below {len(seen)}, or names", wrong)
+        names = [seen[device] if isinstance(device, int) else device for device in devices]
+        require(len(set(names)) == len(names), "devices", "different devices", devices)
+    groups = [names[i : i + per_run] for i in range(0, len(names) - per_run + 1, per_run)][:num]
+    require(bool(groups), "per_run", f"at most the number of devices, {len(names)}", per_run)
+    return [Place({VISIBLE[kind]: ",".join(group)}) for group in groups]
+
+
+def _cores(num: int) -> list[Place]:
+    """Divide the cores that this process may use."""
+    cores: list[int] = list(range(os.cpu_count() or 1))
+    with contextlib.suppress(AttributeError):  # not on macOS
+        cores = sorted(os.sched_getaffinity(0))
+    require(num <= len(cores), "num", f"at most the number of CPU cores, {len(cores)}", num)
+    if num == 1:
+        return [Place()]
+    share = len(cores) // num
+    return [Place(cores=tuple(cores[i * share : (i + 1) * share])) for i in range(num)]

@@ -1,0 +1,179 @@
+"""Train runs where an executor sends them: on another device, in another process, or on another machine.
+
+Only the function :func:`train` and an `Assignment` travel. The file imports neither Lightning nor the user's modules,
+so a worker that only starts the process of a run begins soon.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import final
+
+from lightning_amp import __version__
+from lightning_amp._text import named
+from lightning_amp.compare._fork_server import FORK_SERVER
+from lightning_amp.compare._process import PackedTask, run_packed
+from lightning_amp.compare._run import ArmRun
+from lightning_amp.compare._store import RunFile
+
+PROGRESS = "progress.json"
+"""File in the folder of a run, with the host on which it runs and its progress. It is removed when the run ends."""
+
+
+@final
+@dataclass(frozen=True)
+class Assignment:
+    """What travels to a worker: runs, which it trains one after the other, and what it needs for them.
+
+    Attributes:
+        tasks: The runs.
+        folders: A folder for the files of each run; a worker that cannot make it takes a temporary one.
+        files: Where each run is kept; empty if runs are not kept.
+        versions: Versions of the packages of the caller, and of Python.
+        caller: Host and number of the process that sent it.
+        return_files: Names of small files of a run's folder that the caller wants to have.
+        stop_file: As soon as this file exists, the worker gives up.
+        first_attempt: How the first attempt was lost, if this is the second.
+
+    """
+
+    tasks: tuple[PackedTask, ...]
+    folders: tuple[str, ...]
+    files: tuple[RunFile, ...]
+    versions: Mapping[str, str]
+    caller: tuple[str, int]
+    return_files: tuple[str, ...] = ()
+    stop_file: str = ""
+    first_attempt: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the first run, for people."""
+        task = self.tasks[0]
+        return f"{task.label}, seed {task.seed}" if len(self.tasks) == 1 else f"speed of {named(self._labels)}"
+
+    @property
+    def _labels(self) -> list[str]:
+        return list(dict.fromkeys(task.label for task in self.tasks))
+
+
+def train(assignment: Assignment) -> dict[str, Any]:
+    """Train the runs of an assignment, and keep each of them.
+
+    Returns:
+        `{"runs": [...], "files": [...], "unsaved": text}`, or `{"refused": text}` if no run can be trained here;
+        `{"cannot_import": text}` if the user's modules cannot be imported here.
+
+    """
+    wrong = _other_versions(assignment.versions)
+    if wrong:
+        return {"refused": f"{wrong} on {platform.node()}"}
+    if assignment.caller != (platform.node(), os.getpid()):
+        FORK_SERVER.keep()
+    answer: dict[str, Any] = {"runs": [], "files": [], "unsaved": ""}
+    for number, task in enumerate(assignment.tasks):
+        with tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as scratch:
+            folder = _made(assignment.folders[number]) or Path(scratch)
+            reports = _Reports(folder / PROGRESS, assignment.stop_file)
+            try:
+                run = run_packed(_adapted(task, assignment.caller[0]), str(folder), reports)
+            except ValueError as error:
+                return {"cannot_import": str(error)}
+            finally:
+                (folder / PROGRESS).unlink(missing_ok=True)
+            answer["files"].append({name: _text(folder / name) for name in assignment.return_files})
+        run = replace(run, first_attempt=assignment.first_attempt)
+        if assignment.files:
+            try:
+                assignment.files[number].write(run)
+            except (OSError, ImportError, ValueError) as error:
+                answer["unsaved"] = f"{platform.node()}: {type(error).__name__}: {error}"
+        answer["runs"].append(run.to_data())
+    return answer
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that caller and workers have to share."""
+    packages = {name: metadata.version(name).partition("+")[0] for name in ("torch", "lightning")}
+    return {"lightning_amp": __version__, **packages, "Python": ".".join(platform.python_version_tuple()[:2])}
+
+
+def runs_of(answer: Mapping[str, Any]) -> list[ArmRun]:
+    """Return the runs of an answer of :func:`train`."""
+    return [ArmRun.from_data(data) for data in answer["runs"]]
+
+
+def progress_of(folder: str) -> tuple[str, float | None, str]:
+    """Return the host of a run, its share and a text; an empty host if it is not known."""
+    try:
+        data = json.loads((Path(folder) / PROGRESS).read_text(encoding="utf-8"))
+        return data["host"], data["share"], data["text"]
+    except (OSError, ValueError, KeyError):  # not started, not visible from here, or half written
+        return "", None, "waits for a worker"
+
+
+def _other_versions(theirs: Mapping[str, str]) -> str:
+    try:
+        own = versions()
+    except metadata.PackageNotFoundError as error:
+        return f"{error.name} is not installed"
+    return named([f"{name} is {own[name]}, not {wanted}" for name, wanted in theirs.items() if own[name] != wanted])
+
+
+def _adapted(task: PackedTask, host_of_caller: str) -> PackedTask:
+    """Return the task with this process's `sys.path` before the caller's, and no more threads than there are cores."""
+    own = [entry or os.getcwd() for entry in sys.path]
+    path = [*own, *(entry for entry in task.origin["path"] if entry not in own)]
+    settings = dict(task.origin["settings"])
+    if host_of_caller != platform.node():
+        settings["num_threads"] = min(settings["num_threads"], os.cpu_count() or 1)
+    return replace(task, origin={**task.origin, "path": path, "settings": settings})
+
+
+def _made(folder: str) -> Path | None:
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return Path(folder)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+@final
+class _Reports:
+    """Writes the progress of a run into its folder, at most once a second, and ends a run that was given up."""
+
+    def __init__(self, path: Path, stop_file: str) -> None:
+        self._path, self._stop_file = path, stop_file
+        self._next_s = 0.0
+
+    def __call__(self, share: float | None, text: str) -> None:
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + 1.0
+        if os.path.exists(self._stop_file):
+            raise KeyboardInterrupt
+        data = {"host": platform.node(), "pid": os.getpid(), "share": share, "text": text}
+        new = self._path.with_suffix(".new")
+        try:
+            new.write_text(json.dumps(data), encoding="utf-8")
+            new.replace(self._path)
+        except OSError:  # the progress is only shown
+            pass
