@@ -6,12 +6,15 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_amp._plain_data import code, line
+from lightning_amp._text import counted
 from lightning_amp.cli._errors import Interrupted, UsageError, documented_errors
 from lightning_amp.cli._output import laid_out
 from lightning_amp.cli._runner import CLASS_OPTIONS, Command, Outcome, Request
 
 if TYPE_CHECKING:
     from lightning_amp import PrecisionReport
+    from lightning_amp.compare import ArmRun
 
 _MARGINS = "--margins."
 _DESCRIPTION = """\
@@ -31,7 +34,14 @@ better, write max:0.1 (more is) or min:0.1 (less is).
       --trainer.max_epochs 2 --seeds 3 --margins.val_acc 0.002 --dirpath compare
   lightning-amp compare --config config.yaml --precisions fp32 bf16
 
-Exit status: 0, or 1 if a precision is worse or could not be trained."""
+Several machines without a common program: each job of an array trains one
+share, and a last command judges all runs:
+
+  lightning-amp compare --config config.yaml --dirpath s3://bucket/compare --part 3/12
+  lightning-amp compare --config config.yaml --dirpath s3://bucket/compare --collect
+
+Exit status: 0, or 1 if a precision is worse or could not be trained, or if runs
+are missing."""
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     **CLASS_OPTIONS,
@@ -49,20 +59,36 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "choices": ["true", "false"],
     },
     "--dirpath": {"metavar": "DIR", "help": "keep finished runs; the same command continues from there"},
+    "--devices-at-once": {
+        "metavar": "N",
+        "help": "train N runs at once, each on one accelerator, or on its share of the CPU cores",
+        "type": int,
+    },
+    "--measure-speed": {
+        "help": "in the runs, in short runs alone on one device, or not; default: as-run",
+        "choices": ["as-run", "alone", "no"],
+        "default": "as-run",
+    },
+    "--part": {"metavar": "I/N", "help": "train share I of N, from 1 on, into --dirpath; print no report"},
+    "--collect": {"help": "train nothing; judge the runs in --dirpath", "action": "store_true"},
     "--json": {"metavar": "FILE", "help": "save all measurements as JSON"},
     "--html": {"metavar": "FILE", "help": "save the report as one HTML page"},
 }
 
 
+_MEASURE_SPEED: dict[str, Any] = {"as-run": "as run", "alone": "alone", "no": False}
+
+
 def _run(request: Request) -> Outcome:
     options = request.options
+    part = _part(options)
     margins, others = _margins(request.others)
     user = request._replace(others=others).user_classes("this command compares precisions")
-    from lightning_amp import compare_precisions
+    from lightning_amp.compare import Comparison, LocalDevices
 
     try:
         with documented_errors(ValueError, RuntimeError, ImportError, OSError):
-            report = compare_precisions(
+            comparison = Comparison(
                 user.make_module,
                 user.make_data,
                 precisions=tuple(options.precisions),
@@ -72,13 +98,57 @@ def _run(request: Request) -> Outcome:
                 margins=margins or None,
                 control=None if options.control is None else options.control == "true",
                 dirpath=options.dirpath,
+                executor=None if options.devices_at_once is None else LocalDevices(num=options.devices_at_once),
+                measure_speed=_MEASURE_SPEED[options.measure_speed],
             )
+            if part is not None:
+                return _outcome_of_part(comparison.run_part(*part), *part)
+            missing: list[tuple[str, int]] = []
+            if options.collect:
+                report, missing = comparison.collect()
+            else:
+                report = comparison.run()
     except KeyboardInterrupt as error:
         goes_on = f"finished runs are in `{options.dirpath}`, and the same command continues from there"
         without = "with `--dirpath DIR` the same command goes on where it was stopped"
         raise Interrupted(f"interrupted; {goes_on if options.dirpath else without}") from error
     files = {"--json": report.to_json, "--html": report.to_html}
-    return Outcome(laid_out(report.blocks()), report.to_markdown(), files, has_work=_is_something_wrong(report))
+    blocks, text = report.blocks(), report.to_markdown()
+    if missing:
+        names = "\n".join(f"- {code(label)}, seed {seed}" for label, seed in missing)
+        head = f"Of {counted(report.plan.num_runs, 'run')}, {len(missing)} are missing in {code(options.dirpath)}:"
+        blocks, text = [head, names, *blocks], f"{head}\n\n{names}\n\n{text}"
+    wrong = bool(missing) or _is_something_wrong(report)
+    return Outcome(laid_out(blocks), text, files, has_work=wrong)
+
+
+def _part(options: Any) -> tuple[int, int] | None:
+    """Return the share that is trained, and the number of shares; `None` for all runs."""
+    if options.part is None and not options.collect:
+        return None
+    option = "--collect" if options.part is None else "--part"
+    if options.dirpath is None:
+        raise UsageError(f"{option} needs --dirpath, the folder or URL in which the runs of all parts are kept")
+    if options.part is None:
+        return None
+    if options.collect:
+        raise UsageError("--part trains runs and --collect judges them: they are two commands")
+    if options.measure_speed == "alone":
+        raise UsageError("--part cannot be used with --measure-speed alone: one process has to measure all arms")
+    found = re.fullmatch(r"(\d+)/(\d+)", options.part)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise UsageError(f"--part must be I/N, with I from 1 to N, such as 3/12; got {options.part!r}")
+    return int(found[1]), int(found[2])
+
+
+def _outcome_of_part(runs: Sequence[ArmRun], part: int, num_parts: int) -> Outcome:
+    failed = [run for run in runs if not run.finished]
+    text = f"Part {part} of {num_parts}: {counted(len(runs), 'run')}, {len(failed)} failed."
+    if not runs:
+        text = f"Part {part} of {num_parts} has no run, because there are fewer runs than parts."
+    lines = [f"- {code(run.label)}, seed {run.seed}: {line(run.error or '')}" for run in failed]
+    parts = [text, *(["\n".join(lines)] if lines else [])]
+    return Outcome(laid_out(parts), "\n\n".join(parts) + "\n", {}, has_work=bool(failed))
 
 
 def _is_something_wrong(report: PrecisionReport) -> bool:

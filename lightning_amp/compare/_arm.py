@@ -97,7 +97,7 @@ class Arm:
         speed: How many times as fast as the reference it trains, paired by seed and step, with a 95 % interval over
             seeds. `None` for the reference, and if it was not compared.
         not_compared: Why the speed was not compared.
-        timed: The runs whose times count: short runs alone on a device, if there are such, else all runs.
+        speed_runs: Short runs, each alone on a device, whose times are then those of the arm.
 
     """
 
@@ -109,7 +109,7 @@ class Arm:
     metrics: Mapping[str, ArmMetric]
     speed: SpeedComparison | None
     not_compared: str = ""
-    timed: tuple[ArmRun, ...] = ()
+    speed_runs: tuple[ArmRun, ...] = ()
 
     @property
     def errors(self) -> dict[int, str]:
@@ -122,14 +122,19 @@ class Arm:
         return [run for run in self.runs if run.finished]
 
     @property
+    def timed(self) -> list[ArmRun]:
+        """Return the runs whose times are those of the arm."""
+        return [run for run in self.speed_runs or self.runs if run.finished]
+
+    @property
     def step_s(self) -> Quartiles | None:
         """Return seconds per training step, over the steady steps of all seeds; `None` if there were too few."""
-        return _quartiles(time for run in self.timed if run.finished for time in run.step_s)
+        return _quartiles(time for run in self.timed for time in run.step_s)
 
     @property
     def samples_per_s(self) -> Quartiles | None:
         """Return samples per second; `None` if the batch size is unknown."""
-        return _quartiles(speed for run in self.timed if run.finished for speed in run.samples_per_s)
+        return _quartiles(speed for run in self.timed for speed in run.samples_per_s)
 
     @property
     def peak_memory_bytes(self) -> int | None:

@@ -103,9 +103,9 @@ def compare_precisions(
             factories that have no importable name, and without cloudpickle.
         KeyboardInterrupt: If it is interrupted; finished runs stay in `dirpath`.
 
-    Cost: all runs, and about a second to start each on Linux; the first start takes some seconds. After each run the final weights are validated
-    once more, by :class:`MetricComparison`, and one training step runs again to count its FLOPs. The reported training
-    time includes neither of them.
+    Cost: all runs, and about a second to start each on Linux; the first start takes some seconds. After each run the
+    final weights are validated once more, by :class:`MetricComparison`, and one training step runs again to count its
+    FLOPs. The reported training time includes neither of them.
 
     """
     comparison = Comparison(

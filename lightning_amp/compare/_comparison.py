@@ -27,9 +27,8 @@ from lightning_amp.compare._describe import identity, shown, without_identity
 from lightning_amp.compare._executors import Dispatcher, check_executor
 from lightning_amp.compare._factories import by_value, check_factory, factory_name
 from lightning_amp.compare._fork_server import FORK_SERVER
-from lightning_amp.compare._pack import pack
+from lightning_amp.compare._pack import pack, run_in_process
 from lightning_amp.compare._plan import CONTROL, MeasureSpeed, Plan
-from lightning_amp.compare._process import run_packed
 from lightning_amp.compare._progress import Progress, progress
 from lightning_amp.compare._remote import Assignment, versions
 from lightning_amp.compare._report import PrecisionReport
@@ -202,7 +201,7 @@ class Comparison:
             for label, seed in keys:
                 bar.start(_name(label, seed))
                 folder = self._folder(label, seed, what, scratch)
-                run = run_packed(pack(self._task(label, seed, folder, what)), str(folder), bar.move)
+                run = run_in_process(self._task(label, seed, folder, what), bar.move)
                 if self._store is not None:
                     self._store.save(run, what)
                 shutil.rmtree(scratch / folder.name, ignore_errors=True)  # checkpoints may fill the disk

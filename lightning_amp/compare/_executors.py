@@ -18,6 +18,7 @@ from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require
+from lightning_amp.compare._process import tail
 from lightning_amp.compare._progress import Progress
 from lightning_amp.compare._remote import Assignment, progress_of, runs_of, train, versions
 from lightning_amp.compare._run import ArmRun
@@ -94,20 +95,21 @@ class Dispatcher:
             self._stop()
             raise
 
-    def _submit(self, number: int, assignment: Assignment) -> None:
+    def _submit(self, number: int, assignment: Assignment) -> bool:
+        """Return whether the executor took the runs."""
         try:
             job = self._executor.submit(train, assignment)
         except Exception as error:
             if not self._jobs and not self._has_runs:
-                text = f"`executor` takes no runs: {_shown(error)}."
-                raise RuntimeError(text) from error
-            self._give_up(number, assignment, error)
-            return
+                raise RuntimeError(f"`executor` takes no runs: {_shown(error)}.") from error
+            self._failed(number, assignment, f"the executor takes no runs any more: {_shown(error)}")
+            return False
         if not (callable(getattr(job, "done", None)) and callable(getattr(job, "result", None))):
             kind = type(job).__name__
             raise ValueError(f"`executor.submit` must return an object with `done()` and `result()`, got {kind}.")
         self._jobs[number] = assignment, job
         self._shown.start(assignment.name)
+        return True
 
     def _look_at(self, number: int) -> None:
         assignment, job = self._jobs[number]
@@ -148,27 +150,29 @@ class Dispatcher:
 
     def _lost(self, number: int, assignment: Assignment, error: Any) -> None:
         """Repeat runs whose worker died; after the second time, they have failed."""
+        host = self._hosts.get(number, "")
+        lost = f"its worker was lost{host and f' on {host}'}: {_shown(error)}"
         if assignment.first_attempt:
-            self._give_up(number, assignment, error)
+            self._failed(number, assignment, f"{lost}; first attempt: {assignment.first_attempt}")
             return
-        where = f" on {self._hosts[number]}" if self._hosts.get(number) else ""
-        again = replace(assignment, first_attempt=f"its worker was lost{where}: {_shown(error)}")
-        self._shown.say(f"{assignment.name} is repeated: {again.first_attempt}")
         if isinstance(error, BrokenExecutor):  # a pool of processes on this machine, which takes nothing any more
             if not self._here:
                 text = "The pool of `executor` broke when a process died. The runs that are left train here, in order."
                 _messages.warn(text)
-            self._here.append((number, again))
-        else:
-            self._submit(number, again)
+            # of the runs that fail together, those whose progress was seen had begun
+            self._here.append((number, replace(assignment, first_attempt=lost) if host else assignment))
+        elif self._submit(number, replace(assignment, first_attempt=lost)):
+            self._shown.say(f"{assignment.name} is repeated: {lost}")
 
-    def _give_up(self, number: int, assignment: Assignment, error: Any) -> None:
-        first = f" (first attempt: {assignment.first_attempt})" if assignment.first_attempt else ""
+    def _failed(self, number: int, assignment: Assignment, error: str) -> None:
         runs: list[ArmRun] = []
+        host = self._hosts.get(number, "")
         for task, folder in zip(assignment.tasks, assignment.folders, strict=True):
-            where = f"Host: {self._hosts.get(number) or 'unknown'}. Log: {Path(folder) / 'output.log'}"
-            text = f"the executor returned no result: {_shown(error)}{first}. {where}"
-            runs.append(ArmRun(task.label, task.seed, error=text, first_attempt=assignment.first_attempt))
+            log = Path(folder) / "output.log"
+            where = f" Log: {log}" if assignment.files and log.exists() else ""
+            first = assignment.first_attempt
+            text = f"{error}.{where}"
+            runs.append(ArmRun(task.label, task.seed, error=text, host=host, first_attempt=first, log=tail(log)))
         self._ended(assignment, runs)
 
     def _ended(self, assignment: Assignment, runs: list[ArmRun]) -> None:

@@ -26,7 +26,8 @@ from typing import Any
 
 from typing_extensions import final
 
-from lightning_amp.compare import _child
+CHILD = str(Path(__file__).with_name("_child.py"))
+"""The script of the process of a run, and of the server."""
 
 _PID, _EXIT = "pid", "exit"
 """Files in the folder of a run, in which the server writes."""
@@ -82,7 +83,7 @@ class _Server:
         header = Path(self._folder.name) / "header.json"
         header.write_text(json.dumps({"path": list(path)}), encoding="utf-8")
         self._process = subprocess.Popen(
-            [sys.executable, _child.__file__, "--serve", str(header)],
+            [sys.executable, CHILD, "--serve", str(header)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -222,7 +223,8 @@ def serve(parent: int) -> tuple[dict[str, Any], float]:
                 break
             with contextlib.suppress(OSError):  # the run was given up, and its folder was removed
                 _put(folders.pop(pid), _EXIT, os.waitstatus_to_exitcode(status))
-    os._exit(0)  # at once, so that the kernel kills the forks
+    os.kill(os.getpid(), signal.SIGKILL)  # at once, so that the kernel kills the forks as well
+    raise AssertionError
 
 
 def _become(folder: Path) -> dict[str, Any]:

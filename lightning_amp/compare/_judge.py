@@ -78,7 +78,7 @@ class _Judge:
                 },
                 speed=self._speed(label),
                 not_compared=self._why_not_compared(label),
-                timed=self._timed[label],
+                speed_runs=self._timed[label] if plan.measure_speed == "alone" else (),
             )
         return arms
 

@@ -75,6 +75,11 @@ class Plan:
         """Return the seeds of each arm."""
         return range(self.seed, self.seed + self.num_seeds)
 
+    @property
+    def num_runs(self) -> int:
+        """Return the number of runs of all arms together."""
+        return len(self.labels) * self.num_seeds
+
     def runs(self) -> Iterator[tuple[str, int]]:
         """Iterate over label and seed in the order in which they run: all arms of a seed, then the next seed.
 

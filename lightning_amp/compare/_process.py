@@ -18,8 +18,7 @@ from typing import Any
 
 from typing_extensions import final
 
-from lightning_amp.compare import _child
-from lightning_amp.compare._fork_server import FORK_SERVER
+from lightning_amp.compare._fork_server import CHILD, FORK_SERVER
 from lightning_amp.compare._place import assigned
 from lightning_amp.compare._run import ArmRun
 
@@ -110,7 +109,7 @@ def run_packed(task: PackedTask, work_folder: str, on_progress: OnProgress) -> A
 def _new_process(header: Path, log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with open(log, "wb") as output:
         return subprocess.Popen(
-            [sys.executable, _child.__file__, str(header)],
+            [sys.executable, CHILD, str(header)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -164,10 +163,10 @@ def _outcome(task: PackedTask, folder: Path, log: Path, code: int) -> ArmRun:
         run = ArmRun.from_data(data["run"])
         if run.finished and code == 0:
             return run
-        return replace(run, error=run.error or f"after training, its process {_ending(code)}", log=_tail(log))
+        return replace(run, error=run.error or f"after training, its process {_ending(code)}", log=tail(log))
     left = " and left no result" if code >= 0 else ""
     error = f"its process {_ending(code)}{left}"
-    return ArmRun(task.label, task.seed, error=error, killed_by=_signal_name(code), log=_tail(log))
+    return ArmRun(task.label, task.seed, error=error, killed_by=_signal_name(code), log=tail(log))
 
 
 def _signal_name(code: int) -> str | None:
@@ -188,7 +187,8 @@ def _ending(code: int) -> str:
     return f"was killed by {name}{often}"
 
 
-def _tail(log: Path) -> str:
+def tail(log: Path) -> str:
+    """Return the last lines of a log; empty if there is none."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -20,7 +20,6 @@ from typing import Any
 
 from typing_extensions import final
 
-from lightning_amp import __version__
 from lightning_amp._text import named
 from lightning_amp.compare._fork_server import FORK_SERVER
 from lightning_amp.compare._process import PackedTask, run_packed
@@ -106,7 +105,11 @@ def train(assignment: Assignment) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions that caller and workers have to share."""
     packages = {name: metadata.version(name).partition("+")[0] for name in ("torch", "lightning")}
-    return {"lightning_amp": __version__, **packages, "Python": ".".join(platform.python_version_tuple()[:2])}
+    return {
+        "lightning_amp": sys.modules["lightning_amp"].__version__,
+        **packages,
+        "Python": platform.python_version().rpartition(".")[0],
+    }
 
 
 def runs_of(answer: Mapping[str, Any]) -> list[ArmRun]:

@@ -122,9 +122,10 @@ def notes(report: Judgement) -> str:
     seeds = f"seed {plan.seed}" if plan.num_seeds == 1 else f"seeds {plan.seeds[0]} to {plan.seeds[-1]}"
     lines = [f"{counted(len(plan.arms), 'arm')}, {seeds}, {code(plan.make_module)} on {code(plan.make_data)}."]
     if plan.control:
+        has_speed = report.arms[CONTROL].speed is not None
         lines.append(
             "The control is the reference with its initial weights moved in their last bit. Its difference shows the"
-            " run-to-run noise, and its speed shows how busy the machine was."
+            f" run-to-run noise{', and its speed shows how busy the machine was' if has_speed else ''}."
         )
     elif plan.num_seeds == 1:
         lines.append("One seed never decides: training is chaotic, and two runs of one precision differ as well.")
@@ -153,7 +154,7 @@ def notes(report: Judgement) -> str:
         found = dict.fromkeys(f"{name} {version}" for run in runs for name, version in run.versions.items())
         devices = dict.fromkeys(run.device for run in runs)
         lines.append(f"Ran on {' and '.join(devices)}; {tf32}; {', '.join(found)}.")
-    return " ".join(lines)
+    return " ".join(filter(None, lines))
 
 
 def _about_workers(runs: Sequence[ArmRun]) -> list[str]:
@@ -174,9 +175,11 @@ def _about_speed(report: Judgement) -> str:
     """Write how speeds were compared, and whether the control shows that the machine was busy."""
     if report.plan.measure_speed == "off":
         return "Speeds were not compared."
-    rounds = max((len(arm.timed) for arm in report.arms.values()), default=0)
+    rounds = max((len(arm.speed_runs) for arm in report.arms.values()), default=0)
     if report.plan.measure_speed == "alone":
         return f"Times and speeds are of {counted(rounds, 'short run')} of each arm, alone on one device."
+    if not any(arm.speed is not None for arm in report.arms.values()):
+        return ""
     text = (
         "A speed compares times of the same steps, seed by seed; in brackets is the 95 % interval over the seeds."
         if report.plan.num_seeds > 1

@@ -9,12 +9,12 @@ from lightning.pytorch.callbacks import LambdaCallback
 from zoo.compared import Sea, Waves
 
 from lightning_amp import compare_precisions
-from lightning_amp.compare import _compare
+from lightning_amp.compare import _comparison
 
 
 @pytest.fixture(autouse=True)
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compare, "run_in_process", lambda *_: pytest.fail("something ran"))
+    monkeypatch.setattr(_comparison, "run_in_process", lambda *_: pytest.fail("something ran"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from zoo.compared import TRAINER, FailsInFp16, NoisyPrecision, Sea, Waves, here
 
 import lightning_amp
-from lightning_amp.compare import _compare
+from lightning_amp.compare import _comparison
 from lightning_amp.compare._run import ArmRun
 from lightning_amp.compare._worker import Task
 
@@ -27,7 +27,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(f"{task.label} {task.seed}")
         return here(task)
 
-    monkeypatch.setattr(_compare, "run_in_process", run)
+    monkeypatch.setattr(_comparison, "run_in_process", run)
     return names
 
 
@@ -129,17 +129,17 @@ def test_runs_with_settings_without_an_identity_run_again(ran: list[str], tmp_pa
 
 
 def test_an_interrupt_loses_nothing(ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = _compare.run_in_process
+    run = _comparison.run_in_process
 
     def interrupted(task: Task, on_progress: Any) -> ArmRun:
         if task.label == "bf16":
             raise KeyboardInterrupt
         return run(task, on_progress)
 
-    monkeypatch.setattr(_compare, "run_in_process", interrupted)
+    monkeypatch.setattr(_comparison, "run_in_process", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compare(dirpath=tmp_path)
-    monkeypatch.setattr(_compare, "run_in_process", run)
+    monkeypatch.setattr(_comparison, "run_in_process", run)
     ran.clear()
     compare(dirpath=tmp_path)
     assert ran == ["bf16 0"]

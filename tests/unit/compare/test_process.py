@@ -14,7 +14,7 @@ from support import warm
 from zoo.compared import by_hand, dies, sleeps, task
 
 from lightning_amp import AmpPrecision
-from lightning_amp.compare._process import run_in_process
+from lightning_amp.compare._pack import run_in_process
 
 pytestmark = pytest.mark.slow
 
