@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from lightning_amp.compare._checks import check_place, check_trainer_kwargs, check_trainer_names
     from lightning_amp.compare._compare import compare_precisions
     from lightning_amp.compare._comparison import Comparison
+    from lightning_amp.compare._executors import check_executor, run_on
     from lightning_amp.compare._factories import check_factory
+    from lightning_amp.compare._fork_server import FORK_SERVER
     from lightning_amp.compare._local_devices import LocalDevices
     from lightning_amp.compare._observer import num_rows
     from lightning_amp.compare._pack import run_in_process
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONTROL",
+    "FORK_SERVER",
     "Arm",
     "ArmMetric",
     "ArmRun",
@@ -42,6 +45,7 @@ __all__ = [
     "StopWhenMeasured",
     "Task",
     "Verdict",
+    "check_executor",
     "check_factory",
     "check_place",
     "check_trainer_kwargs",
@@ -51,16 +55,19 @@ __all__ = [
     "parse_arms",
     "progress",
     "run_in_process",
+    "run_on",
     "short_trainer",
 ]
 
 _NEED_LIGHTNING = {
+    "FORK_SERVER": "_fork_server",
     "ArmSpec": "_arms",
     "Comparison": "_comparison",
     "LocalDevices": "_local_devices",
     "Progress": "_progress",
     "StopWhenMeasured": "_short_training",
     "Task": "_worker",
+    "check_executor": "_executors",
     "check_factory": "_factories",
     "check_place": "_checks",
     "check_trainer_kwargs": "_checks",
@@ -70,6 +77,7 @@ _NEED_LIGHTNING = {
     "parse_arms": "_arms",
     "progress": "_progress",
     "run_in_process": "_pack",
+    "run_on": "_executors",
     "short_trainer": "_short_training",
 }
 """The file of each name that is imported only when it is used."""

@@ -18,10 +18,12 @@ from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require
+from lightning_amp.compare._pack import pack
 from lightning_amp.compare._process import tail
 from lightning_amp.compare._progress import Progress
 from lightning_amp.compare._remote import Assignment, progress_of, runs_of, train, versions
 from lightning_amp.compare._run import ArmRun
+from lightning_amp.compare._worker import Task
 
 _POLL_S = 0.1
 _STOP_WITHIN_S = 15.0
@@ -29,6 +31,31 @@ _STOP_WITHIN_S = 15.0
 
 _MISSING = re.compile(r"No module named '((?:lightning_amp|lightning|torch)[\w.]*)'")
 """In the errors of workers that cannot import this package. Executors pass them on as text, each in its own words."""
+
+
+def run_on(executor: Any, task: Task, return_files: Sequence[str] = ()) -> ArmRun:
+    """Train one task on the executor, wait for it, and return its record.
+
+    Args:
+        executor: The executor.
+        task: The training.
+        return_files: Names of small files in the folder of the task, which are there afterwards.
+
+    """
+    found: list[ArmRun] = []
+    assignment = Assignment(
+        tasks=(pack(task),),
+        folders=(task.work_folder,),
+        files=(),
+        versions=versions(),
+        caller=(platform.node(), os.getpid()),
+        return_files=tuple(return_files),
+    )
+    folder = Path(task.work_folder)
+    Dispatcher(executor, Progress(1, None), lambda _, runs: found.extend(runs), lambda _: None, folder).run(
+        [assignment]
+    )
+    return found[0]
 
 
 def check_executor(executor: object) -> None:

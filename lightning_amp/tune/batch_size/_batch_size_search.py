@@ -90,7 +90,8 @@ class BatchSizeSearch:
     def _measure(self, size: int | None) -> None:
         """Train at a size, or at the user's own, and add a point."""
         self._num_runs += 1
-        self._shown.start(f"{self._arm.label}, {f'batch size {size:,}' if size else 'its own batch size'}")
+        self._name = f"{self._arm.label}, {f'batch size {size:,}' if size else 'its own batch size'}"
+        self._shown.start(self._name)
         run, facts = self._runs.run(self._arm, size)
         if facts.refused is not None:
             raise ValueError(facts.refused)
@@ -114,7 +115,9 @@ class BatchSizeSearch:
         point = measurement(run, facts, tried)
         self._points.append(point)
         held = f"{rounded(point.peak_gib)} GiB" if math.isfinite(point.peak_gib) else "out of memory"
-        self._shown.finish(f"{self._arm.label}, batch size {point.batch_size:,}: {held}, {run.total_s:.0f} s")
+        self._shown.finish(
+            f"{self._arm.label}, batch size {point.batch_size:,}: {held}, {run.total_s:.0f} s", self._name
+        )
         return None
 
     def _limit(self, facts: Facts) -> float:
@@ -127,7 +130,7 @@ class BatchSizeSearch:
         return min(limits)
 
     def _failed(self, run: ArmRun, size: int) -> LimitTooLowError | RunFailedError:
-        self._shown.finish(f"{self._arm.label}, batch size {size:,}: failed")
+        self._shown.finish(f"{self._arm.label}, batch size {size:,}: failed", self._name)
         text = failure(run)
         if self._points and largest_within(self._points, self._limit_gib) is None:  # such as BatchNorm at a single row
             return LimitTooLowError(f"{self._too_low()} A batch of {size:,} failed: {text}")

@@ -11,7 +11,7 @@ from typing_extensions import final
 
 from lightning_amp._compat._messages import FRAME, OUT_OF_MEMORY
 from lightning_amp._user_line import is_own_project
-from lightning_amp.compare import ArmRun, ArmSpec, Task, run_in_process, short_trainer
+from lightning_amp.compare import ArmRun, ArmSpec, Task, run_in_process, run_on, short_trainer
 from lightning_amp.tune.batch_size._batch_size_attribute import FactoryWithBatchSize
 from lightning_amp.tune.batch_size._probe import Facts, Probe
 from lightning_amp.tune.batch_size._result import Measurement
@@ -28,9 +28,11 @@ class ShortRuns:
         trainer_kwargs: Mapping[str, Any],
         folder: Path,
         on_progress: Callable[[float | None, str], None],
+        executor: Any = None,
     ) -> None:
         self._factories = make_module, make_data
         self._kwargs, self._folder, self._on_progress = trainer_kwargs, folder, on_progress
+        self._executor = executor
         self.num_runs = 0
 
     def run(self, arm: ArmSpec, size: int | None) -> tuple[ArmRun, Facts]:
@@ -49,7 +51,10 @@ class ShortRuns:
             trainer_kwargs=short_trainer(self._kwargs, Probe(str(folder / "facts.json"))),
             work_folder=str(folder),
         )
-        found = run_in_process(task, self._on_progress)
+        if self._executor is None:
+            found = run_in_process(task, self._on_progress)
+        else:
+            found = run_on(self._executor, task, ["facts.json"])
         return found, Facts.read(folder / "facts.json")
 
 
