@@ -67,6 +67,7 @@ class Fsdp2:
         self._params: list[Any] = [param for group in self._groups for param in group.fsdp_params]
         self._saved: list[tuple[Any, str, Any]] = []
         self._gathered: list[Any] = []
+        self._whole: list[_Whole] = []
 
     def __bool__(self) -> bool:
         return bool(self._units)
@@ -77,8 +78,13 @@ class Fsdp2:
             group._to_sharded()
 
     def set_aside(self) -> None:
-        """Reshard, and keep the state of the units until :meth:`put_back`."""
+        """Reshard, and keep the state of the units until :meth:`put_back`.
+
+        Gathered weights are kept, too. FSDP2 gathers a weight only once until a backward, so the real run may use it
+        for long. Changes to its shards, or to their `requires_grad`, have no effect until then.
+        """
         self._gathered = [group for group in self._groups if group.is_unsharded]
+        self._whole = [_Whole(param) for group in self._gathered for param in group.fsdp_params]
         self.reshard()
         for comm in {id(group.comm_ctx): group.comm_ctx for group in self._groups}.values():
             self._replace(comm, post_forward_order=[])
@@ -104,10 +110,19 @@ class Fsdp2:
         for owner, name, value in reversed(self._saved):
             setattr(owner, name, value)
         self._saved.clear()
+        for one in self._whole:
+            one.put_back()
         for group in self._gathered:  # a hook that reads a parameter after the forward expects it gathered
-            group.unshard()
-            group.wait_for_unshard()
-        self._gathered = []
+            group._to_unsharded()
+        for one in self._whole:
+            one.unsharded.requires_grad_(one.requires_grad)
+        self._gathered, self._whole = [], []
+
+    def parts_in_use(self) -> Generator[tuple[Tensor, Tensor]]:
+        """Yield sharded parameters whose weights are set aside, each with this rank's part of these weights."""
+        for one in self._whole:
+            if (part := one.part_in_use()) is not None:
+                yield one.param.sharded_param, part
 
     def settle(self) -> None:
         """Bring the units to their state between two steps: resharded, and without anything under way."""
@@ -189,6 +204,37 @@ class Fsdp2:
             group._init_mp_dtypes()
 
 
+@final
+class _Whole:
+    """The gathered values of one parameter of FSDP2, taken away from it. Remove with `Fsdp2`."""
+
+    def __init__(self, param: Any) -> None:
+        self.param = param
+        self.unsharded: nn.Parameter = param.__dict__.pop("_unsharded_param")
+        self.requires_grad = self.unsharded.requires_grad
+        self._buffers = param.all_gather_outputs, param._unsharded_inner_tensors
+        param.all_gather_outputs, param._unsharded_inner_tensors = [], []
+
+    def put_back(self) -> None:
+        self.param.all_gather_outputs, self.param._unsharded_inner_tensors = self._buffers
+        self.param._unsharded_param = self.unsharded
+
+    def part_in_use(self) -> Tensor | None:
+        """Return this rank's part: the values of the shard, and others where the shard has changed.
+
+        This does not wait for the device. `None` for values that a tensor subclass has converted.
+        """
+        mesh, shard = self.param.mesh_info, local(self.param.sharded_param.detach())
+        parts = local(self.unsharded.detach()).chunk(mesh.shard_mesh_size, self.param.fsdp_placement.dim)
+        if self._buffers[1] or mesh.shard_mesh_rank >= len(parts):
+            return None
+        part = parts[mesh.shard_mesh_rank]
+        if part.shape != shard.shape:
+            return None
+        values = shard.to(part.device)
+        return torch.where(part == values.to(part.dtype), values, part.to(values.dtype))
+
+
 def _wait_for(device: Any, event: Any) -> None:
     """Let the current stream wait for an event; on the CPU there is nothing to wait for. Remove with `Fsdp2`."""
     if event is not None and hasattr(stream := device.current_stream(), "wait_event"):
@@ -197,6 +243,10 @@ def _wait_for(device: Any, event: Any) -> None:
 
 def _in_half(group: Any) -> bool:
     return any(param.sharded_param.dtype in (torch.float16, torch.bfloat16) for param in group.fsdp_params)
+
+
+class NotNowError(RuntimeError):
+    """A second run is not possible at this time, but may be possible later. Remove with `Fsdp1`."""
 
 
 @final
@@ -238,12 +288,12 @@ class Fsdp1:
         """Reshard, and keep the state of the units until :meth:`put_back`.
 
         Raises:
-            RuntimeError: Within an accumulation, while FSDP1 keeps whole gradients.
+            NotNowError: Within an accumulation, while FSDP1 keeps whole gradients.
         """
         for _, handle in self._units:
             flat = handle.flat_param
             if handle.uses_sharded_strategy and flat.grad is not None and flat.grad.shape != flat._local_shard.shape:
-                raise RuntimeError("FSDP1 keeps the gradients of an accumulation in a form that cannot be set aside")
+                raise NotNowError("FSDP1 keeps the gradients of an accumulation in a form that cannot be set aside")
         self._gathered = [(unit, handle) for unit, handle in self._units if self._is_gathered(handle)]
         self.reshard()
         for unit, handle in self._units:
@@ -286,6 +336,10 @@ class Fsdp1:
     def gathering_in_full(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: see :attr:`casts`."""
         return contextlib.nullcontext()
+
+    def parts_in_use(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return nothing: :meth:`put_back` gathers from the shards."""
+        return ()
 
     @property
     def num_shards(self) -> int:

@@ -51,10 +51,9 @@ class Exchange:
         self._limit = limit
         self._in_fp32 = in_fp32
         self._fsdp = _sharding.units_of(model)
-        with self._agreement():
-            self._fsdp.reshard()
+        with self._agreement(), self._set_aside():
             self._own = copy_attributes(module, model, memo, in_fp32=in_fp32)
-        self._parameters = list({id(p): p for p in (*module.parameters(), *parameters)}.values())
+            self._parameters = list({id(p): p for p in (*module.parameters(), *parameters)}.values())
         self._writes = _Writes()
         self._active = ExitStack()
         self._depth = 0
@@ -79,12 +78,14 @@ class Exchange:
         if self._depth > 1:
             return
         with ExitStack() as undo:
-            self._fsdp.set_aside()
-            undo.callback(self._fsdp.put_back)
+            undo.enter_context(self._set_aside())
             undo.enter_context(self._attributes())
             undo.enter_context(_without_gradients(self._parameters))
             self._writes.begin(self._parameters)
             undo.callback(self._writes.restore)
+            for parameter, values in self._fsdp.parts_in_use():
+                self._writes.keep(parameter)
+                _sharding.local(parameter.detach()).copy_(values)
             if self._in_fp32 and self._fsdp.casts:
                 undo.enter_context(self._fsdp.gathering_in_full())
             undo.callback(self._fsdp.settle)
@@ -115,6 +116,14 @@ class Exchange:
             for parameter, value in zip(self._parameters, values, strict=False):
                 self._writes.keep(parameter)
                 _sharding.local(parameter).copy_(_sharding.local(value))
+
+    @contextmanager
+    def _set_aside(self) -> Generator[None]:
+        self._fsdp.set_aside()
+        try:
+            yield
+        finally:
+            self._fsdp.put_back()
 
     @contextmanager
     def _agreement(self) -> Generator[Agreement | None]:

@@ -32,6 +32,7 @@ class FirstBatches:
 
     def __init__(self, device_type: str, num_loaders: int) -> None:
         self.kept: list[KeptBatch] = []
+        self.why_none = ""
         self._device_type = device_type
         self._share = MAX_BYTES / max(num_loaders, 1)
         self._loader_idx: int | None = None
@@ -53,6 +54,11 @@ class FirstBatches:
             self._must_copy = self._must_copy or bool(self.kept and not self.kept[-1].is_intact)
             kept = KeptBatch.keep(batch, batch_idx, self._device_type, copy=self._must_copy, loader_idx=loader_idx)
             self.kept.append(kept)
+
+    def forget(self, why: str) -> None:
+        """Free the batches, because they cannot be run again; `why_none` keeps the reason for a report."""
+        self.kept.clear()
+        self.why_none = why
 
     def note_sums(self, amp: Any, fp32: Any) -> None:
         """Record the values that two trainers, or views of one, have logged since the last batch was added."""

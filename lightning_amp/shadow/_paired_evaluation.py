@@ -23,6 +23,11 @@ from lightning_amp.shadow._ranks import OtherRankFailedError
 from lightning_amp.shadow._surroundings import is_sharded
 from lightning_amp.tracing import RandomState
 
+_WEIGHTS_GONE = (
+    "the weights changed before the end of the evaluation, as averaged weights do, so that the batches could not be run"
+    " again: no rank keeps a copy of sharded weights"
+)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -148,8 +153,10 @@ class PairedEvaluation:
         if self._fp32 is not None:
             with self._observing():
                 is_changed = self._versions != self._parameter_versions(self._fp32)
-                if is_changed and is_sharded(self._trainer):  # no rank has the weights of the evaluation any more
-                    self._batches.kept.clear()
+                if is_sharded(self._trainer):
+                    # Code may change the shard of one rank only, and all ranks must run the same batches again.
+                    if self._trainer.strategy.reduce_boolean_decision(is_changed, all=False):
+                        self._batches.forget(_WEIGHTS_GONE)
                 elif is_changed:
                     weights = [parameter.detach().clone() for parameter in self._fp32.module.parameters()]
                 fp32 = self._fp32.finish(self._random_state)
@@ -185,7 +192,9 @@ class PairedEvaluation:
 
     def _parameter_versions(self, fp32: EvaluationPass) -> list[int]:
         with fp32.active():  # a sharded module has its shards there, also after a forward
-            return [_modules.version(_sharding.local(parameter)) for parameter in self._module.parameters()]
+            # A `DTensor` counts its own changes; its local part counts those that code makes on that part.
+            pairs = [(parameter, _sharding.local(parameter)) for parameter in self._module.parameters()]
+            return [_modules.version(one) for pair in pairs for one in pair]
 
     def _leave_rest_out(self) -> None:
         """Continue with a copy of the module as the AMP side, as the real module runs batches beyond the limit."""
@@ -215,15 +224,17 @@ class PairedEvaluation:
             self._failed = True
             place = f"the fp32 pass of epoch {self._trainer.current_epoch}"
             failure = Failure.of(error, f"the module's {self._stage}", place)
-            self._fatal = not (failure.out_of_memory or isinstance(error, OtherRankFailedError))
+            passes = isinstance(error, (OtherRankFailedError, _sharding.NotNowError))
+            self._fatal = not (failure.out_of_memory or passes)
             if isinstance(error, OtherRankFailedError):
                 return
             then = (
                 ". Comparisons are off for the rest of this run, training goes on"
                 if self._fatal
-                else ": this comparison is dropped, training goes on, and the next comparison tries again. A smaller"
-                f" {self._stage} batch needs less"
+                else ": this comparison is dropped, training goes on, and the next comparison tries again"
             )
+            if failure.out_of_memory:
+                then += f". A smaller {self._stage} batch needs less"
             self._on_failure(failure._replace(text=failure.text + then))
 
     def _agree(self) -> bool:

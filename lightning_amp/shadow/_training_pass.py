@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -215,6 +215,11 @@ class TrainingPass:
         with torch.autocast(self._device_type, enabled=False), ExitStack() as watching:
             scaled = self._scaled(loss)
             run = scaled.backward if self._watch is None else partial(_modules.watched_backward, scaled)
+            if is_overridden("backward", self.module):  # which may enter a context, such as `loss_parallel`
+                if self._watch is not None:  # it calls `loss.backward`, where the watch would see no operation
+                    vars(scaled)["backward"] = partial(_run, run)
+                    watching.callback(vars(scaled).clear)
+                run = partial(self.module.backward, scaled)
             for one in (self._trace, self._watch):
                 if one is not None:
                     watching.enter_context(one.in_backward())
@@ -276,6 +281,11 @@ def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
+
+
+def _run(work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Run `work` in a frame of this file, where an `OperationWatch` ends its search for the user's line."""
+    work(*args, **kwargs)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

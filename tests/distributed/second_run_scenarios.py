@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from distributed import ranks
 from distributed import second_run_faults as faults
+from distributed import second_run_gathered as gathered
 from distributed import second_run_modules as modules
 from distributed.fsdp_models import OnTheCPU
 from distributed.ranks import Scenarios
@@ -173,7 +174,7 @@ def pair(name: str, world_size: int = 2, **options: Any) -> None:
     kind, layout, precision, *troubled = name.split("-")
     trouble = TROUBLE if troubled else None
     SCENARIOS[world_size][name] = lambda: with_and_without(
-        getattr(modules, kind), layout, precision, trouble, **options
+        getattr(modules, kind, None) or getattr(gathered, kind), layout, precision, trouble, **options
     )
 
 
@@ -196,6 +197,8 @@ for one in ("Tied", "Keeper", "Manual", "Normed"):
     pair(f"{one}-tp-bf16")
     pair(f"{one}-fsdp1-bf16")
 for one in ("Tied-fsdp2-fp16", "Keeper-tp-fp16", "Normed-fsdp1-fp16"):
+    pair(one)
+for one in ("Adversaries-fsdp2-fp16", "Follower-fsdp2-fp16", "Follower-policy-bf16", "ParallelLoss-tp-bf16"):
     pair(one)
 pair("StepsInHooks-fsdp2-bf16")
 pair("StepsInHooks-ddp-bf16")
@@ -241,6 +244,7 @@ FAULTS: dict[str, Any] = {
     "root": (faults.Faulty, "fsdp2", "bf16", {"part": faults.Root}),
     "entropy": (faults.Entropy, "fsdp2", "fp16"),
     "validation": (faults.InValidation, "fsdp2", "fp16", {"part": faults.Amplify}),
+    "validation, swapped": (faults.Swapped, "fsdp2", "fp16", {"part": faults.Amplify}),
     "validation, tp": (faults.InValidation, "tp", "fp16", {"part": faults.Amplify}),
     "loss scale": (faults.Faulty, "fsdp2", "fp16", {"scaler": 2.0**30}),
 }

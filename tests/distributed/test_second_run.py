@@ -29,6 +29,7 @@ PAIRS = {
         *("StepsInHooks-fsdp2-bf16", "StepsInHooks-ddp-bf16"),
         *("accumulation-fsdp2-fp16-troubled", "accumulation-tp-bf16"),
         *("Tied-fsdp2-fp16", "Keeper-tp-fp16", "Normed-fsdp1-fp16"),
+        *("Adversaries-fsdp2-fp16", "Follower-fsdp2-fp16", "Follower-policy-bf16", "ParallelLoss-tp-bf16"),
     ],
     4: [
         f"{module}-{layout}-{rest}"
@@ -37,7 +38,10 @@ PAIRS = {
         for rest in ("fp16-troubled", "bf16")
     ],
 }
-QUICK = ["Tied-fsdp2-fp16-troubled", "Adapted-policy-bf16", "Keeper-tp-fp16", "Normed-fsdp1-fp16-troubled"]
+QUICK = [
+    "Tied-fsdp2-fp16-troubled", "Adapted-policy-bf16", "Keeper-tp-fp16", "Normed-fsdp1-fp16-troubled",
+    "Adversaries-fsdp2-fp16", "Follower-fsdp2-fp16", "ParallelLoss-tp-bf16",
+]  # fmt: skip
 ON_RANK_1 = "shard 1 of 2 in mesh dimension"
 FAULTS: dict[int, dict[str, tuple[int, str, str, list[str]]]] = {
     2: {
@@ -77,7 +81,12 @@ SCENARIOS = {
     size: [*PAIRS[size], *(f"fault, {name}" for name in FAULTS[size]), *(f"numbers, {name}" for name in NUMBERS[size])]
     for size in (2, 4)
 }
-SCENARIOS[2] += ["fault, validation", "fault, validation, tp", "accumulation-fsdp1-fp16-troubled"]
+SCENARIOS[2] += [
+    "fault, validation",
+    "fault, validation, tp",
+    "fault, validation, swapped",
+    "accumulation-fsdp1-fp16-troubled",
+]
 QUICK_SCENARIOS = [
     *QUICK, *(f"fault, {name}" for name in QUICK_FAULTS), "fault, validation",
     *(f"numbers, {name}" for name in QUICK_NUMBERS),
@@ -140,11 +149,15 @@ def test_training_ends_with_the_same_bits_and_healthy_runs_are_quiet(size: int, 
 
 
 @pytest.mark.slow
-def test_fsdp1_says_on_all_ranks_that_it_cannot_compare_within_an_accumulation(ranks_of: Any) -> None:
+def test_fsdp1_says_on_all_ranks_that_it_cannot_compare_within_an_accumulation_and_compares_later(
+    ranks_of: Any,
+) -> None:
     for rank in ranks_of(2, "accumulation-fsdp1-fp16-troubled"):
         assert rank["differs"] == []
         (said,) = rank["said"]
         assert "FSDP1 keeps the gradients of an accumulation in a form that cannot be set aside" in said
+        assert "the next comparison tries again" in said
+        assert {row[2] for row in rank["compared"]} == {"val_loss"}
 
 
 @pytest.mark.parametrize(("size", "name"), cases(FAULTS, QUICK_FAULTS))
@@ -178,11 +191,26 @@ def test_a_fault_in_validation_alone_is_named_with_module_line_and_remedy(name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["shard of a weight", "shard of a weight, tp"])
-def test_a_bad_shard_in_validation_is_named_on_all_ranks(name: str, ranks_of: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("shard of a weight", "net.1.up.weight"),
+        ("shard of a weight, tp", "net.1.up.weight"),
+        ("buffer", "net.2.factor"),
+    ],
+)
+def test_a_bad_shard_or_buffer_in_validation_is_named_on_all_ranks(name: str, where: str, ranks_of: Any) -> None:
     for rank in ranks_of(2, f"fault, {name}"):
-        assert "values that are not finite in `net.1.up.weight`" in rank["metric"]
-        assert all("values that are not finite in `net.1.up.weight`" in said for said in rank["said"])
+        assert f"values that are not finite in `{where}`" in rank["metric"]
+        assert "outside of all modules" not in "".join(rank["said"])
+        assert all(f"values that are not finite in `{where}`" in said for said in rank["said"])
+
+
+@pytest.mark.slow
+def test_no_cause_is_searched_with_other_weights_than_those_of_the_validation(ranks_of: Any) -> None:
+    for rank in ranks_of(2, "fault, validation, swapped"):
+        assert "cause: not found" in rank["metric"]
+        assert "the weights changed before the end of the evaluation" in rank["metric"]
 
 
 @pytest.mark.parametrize(("size", "name"), cases(NUMBERS, QUICK_NUMBERS))

@@ -86,7 +86,9 @@ class MetricSearch:
         self._num_searches += 1
         reports = examine_metric(trainer, module, compared, found.metric, found.amp, found.fp32)
         known = [report for report in reports if report.cause != "unknown"]
-        self.reports = known or reports[:1]
+        # A rank without a fault sees the value of the others, if the step reduces it, and finds no operation for it.
+        named = [report for report in known if report.cause != "operation" or report.operation]
+        self.reports = named or known or reports[:1]
         said = {str(replace(report, rank=0)): str(report) for report in self.reports}
         return "\n".join(said.values())
 
@@ -187,7 +189,8 @@ def _candidates(batches: FirstBatches, report: EvaluationReport) -> tuple[list[K
     flagged = [one for one in intact if (one.loader_idx, one.batch_idx) in shown]
     if not math.isfinite(report.amp):
         if not intact:
-            report = replace(report, note="the batches were edited in place, so that they could not be run again")
+            edited = "the batches were edited in place, so that they could not be run again"
+            report = replace(report, note=batches.why_none or edited)
         elif shown and not flagged:
             report = replace(report, note="this batch was not kept for a second look")
         if shown:

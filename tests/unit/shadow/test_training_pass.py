@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision
 from lightning_amp.shadow._training_pass import TrainingPass
-from lightning_amp.tracing import reduces_fp32
+from lightning_amp.tracing import OperationWatch, reduces_fp32
 
 
 def probe(module: Callable[[], L.LightningModule], look: Callable[[L.Trainer, TrainingPass, Any], None]) -> L.Trainer:
@@ -129,6 +129,33 @@ def test_backward_runs_outside_of_autocast() -> None:
 
     probe(Looks, lambda *_: None)
     assert seen == [False] * 4
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_an_overridden_backward_runs(is_watched: bool) -> None:
+    """A backward of the user's own may enter a context, such as `loss_parallel`."""
+    calls: list[dict[str, Any]] = []
+
+    class Own(Toy):
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            calls.append(kwargs)
+            super().backward(loss, *args, **kwargs)
+
+    class Probe(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Tensor, batch_idx: int) -> None:
+            twin = TrainingPass(trainer, module)
+            for scale in (1.0, 4.0):
+                before = len(calls)
+                watch = OperationWatch(None, __file__) if is_watched else None
+                twin.run(batch, batch_idx, context=trainer.precision_plugin.forward_context(), scale=scale, watch=watch)
+                assert len(calls) == before + 1
+                found.append(twin.gradients()["net.0.weight"].clone())
+                twin.forget_gradients()
+            twin.close()
+
+    found: list[Tensor] = []
+    fit(Own(), AmpPrecision("bf16"), callbacks=[Probe()], max_steps=1)
+    assert_same([found[0] * 4], [found[1]])
 
 
 def test_logged_values_are_not_reduced_over_ranks() -> None:
