@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from distributed.fsdp_models import OnTheCPU
+from multi_rank.fsdp_models import OnTheCPU
 from support import Poison, Toy, assert_same, batches, fit
 from torch import nn
 
@@ -168,7 +168,7 @@ def fit_sharded(module: Any, plugin: Any, **kwargs: Any) -> L.Trainer:
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log.*sync_dist=True")
 @pytest.mark.parametrize("name", FSDP_PLUGINS)
 class TestFSDPPlugins:
-    """Wrap the module in FSDP on one rank; `tests/distributed/test_fsdp.py` has several."""
+    """Wrap the module in FSDP on one rank; `tests/multi_rank/test_fsdp.py` has several."""
 
     def test_equals_the_plugin_for_one_device(self, name: str) -> None:
         plugin = FSDP_PLUGINS[name]()

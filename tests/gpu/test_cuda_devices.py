@@ -1,4 +1,4 @@
-"""Run the scenarios of `tests/distributed/test_ddp.py` and `test_sharded.py` on GPUs, with NCCL.
+"""Run the scenarios of `tests/multi_rank/test_ddp.py` and `test_sharded.py` on GPUs, with NCCL.
 
 Two things exist on CUDA only: synchronised BatchNorm, and a host that must not wait.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.ranks import assert_agree
+from multi_rank.ranks import assert_agree
 from support import assert_same
 from support.launch import ROOT, launch
 
@@ -40,7 +40,7 @@ def assert_traceless(ranks: list[dict[str, Any]], other: str) -> None:
 @pytest.mark.needs("nccl")
 @needs_two
 def test_ddp(tmp_path: Path) -> None:
-    ranks = launch(ROOT / "tests" / "distributed" / "ddp_scenarios.py", 2, tmp_path)
+    ranks = launch(ROOT / "tests" / "multi_rank" / "ddp_scenarios.py", 2, tmp_path)
     assert_traceless(ranks, "without")
     assert ranks[0]["every_kind_fused"]["with"]["reasons"] == ONE_PER_BATCH
     assert ranks[0]["sync_batch_norm"]["with"]["reasons"] == ONE_PER_BATCH
@@ -55,7 +55,7 @@ def test_ddp(tmp_path: Path) -> None:
 @pytest.mark.needs("nccl")
 @needs_two
 def test_sharded_over_two(tmp_path: Path) -> None:
-    ranks = launch(ROOT / "tests" / "distributed" / "sharded_scenarios.py", 2, tmp_path)
+    ranks = launch(ROOT / "tests" / "multi_rank" / "sharded_scenarios.py", 2, tmp_path)
     assert_traceless(ranks, "single")
     assert ranks[0]["fsdp_fused_norm"]["with"]["reasons"] == ONE_PER_BATCH
 
@@ -63,6 +63,6 @@ def test_sharded_over_two(tmp_path: Path) -> None:
 @pytest.mark.needs("nccl")
 @needs_four
 def test_sharded_over_four(tmp_path: Path) -> None:
-    ranks = launch(ROOT / "tests" / "distributed" / "sharded_scenarios.py", 4, tmp_path)
+    ranks = launch(ROOT / "tests" / "multi_rank" / "sharded_scenarios.py", 4, tmp_path)
     assert_traceless(ranks, "single")
     assert ranks[0]["three_meshes"]["with"]["reasons"] == ONE_PER_BATCH

@@ -1,11 +1,11 @@
-"""FSDP1 with Lightning's own strategy and NCCL: the checks of `tests/distributed/test_fsdp.py`."""
+"""FSDP1 with Lightning's own strategy and NCCL: the checks of `tests/multi_rank/test_fsdp.py`."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from distributed.fsdp_models import CASES
-from distributed.fsdp_runs import CHECKS, Runs
+from multi_rank.fsdp_models import CASES
+from multi_rank.fsdp_runs import CHECKS, Runs
 
 pytestmark = [
     pytest.mark.needs("nccl"),

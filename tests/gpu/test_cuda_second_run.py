@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed.ranks import assert_agree
-from distributed.test_second_run_failures import FEW, SCRIPT, check
+from multi_rank.ranks import assert_agree
+from multi_rank.test_second_run_failures import FEW, SCRIPT, check
 from support.launch import launch
 
 pytestmark = [

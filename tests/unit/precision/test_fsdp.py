@@ -1,4 +1,4 @@
-"""Row 29: `FSDPAmpPrecision` in one process; `tests/distributed/test_fsdp.py` has several."""
+"""Row 29: `FSDPAmpPrecision` in one process; `tests/multi_rank/test_fsdp.py` has several."""
 
 from __future__ import annotations
 

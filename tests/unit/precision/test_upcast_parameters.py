@@ -319,5 +319,5 @@ def test_only_what_rounds_to_the_old_values_is_taken_from_a_checkpoint() -> None
 
 
 def test_plain_parameters_are_no_shards() -> None:
-    """`tests/distributed` has real shards."""
+    """`tests/multi_rank` has real shards."""
     assert sharded_parameters(small()) == {}

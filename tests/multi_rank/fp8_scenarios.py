@@ -9,9 +9,9 @@ from typing import Any
 
 import lightning as L
 import torch
-from distributed import ranks
-from distributed.ranks import Scenarios
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from multi_rank import ranks
+from multi_rank.ranks import Scenarios
 from support import quiet_trainer
 from support.fp8 import Deep, emulated
 from torch import Tensor, nn

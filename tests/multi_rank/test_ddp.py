@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.ddp_scenarios import SCENARIOS, Net, train
-from distributed.ranks import BAD, assert_agree, fused
+from multi_rank.ddp_scenarios import SCENARIOS, Net, train
+from multi_rank.ranks import BAD, assert_agree, fused
 from support import DEVICE, assert_same
 from support.launch import launch_once, shared_folder
 

@@ -16,8 +16,9 @@ from unittest import mock
 
 import lightning as L
 import torch
-from distributed import ranks
-from distributed.ranks import (
+from lightning.pytorch.strategies import DDPStrategy
+from multi_rank import ranks
+from multi_rank.ranks import (
     BAD,
     EVERY_KIND,
     FEATURES,
@@ -34,7 +35,6 @@ from distributed.ranks import (
     plain,
     scaled,
 )
-from lightning.pytorch.strategies import DDPStrategy
 from support import DEVICE, ForbidSync, WithoutAutocast, machines, quiet_trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR

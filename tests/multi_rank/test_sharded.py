@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.ranks import assert_agree
+from multi_rank.ranks import assert_agree
 from support import assert_same
 from support.launch import launch_once, shared_folder
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import lightning as L
 import torch
-from distributed.ranks import Scenarios, data, folder, initialise, main, scaled
-from distributed.sharded_scenarios import Regression
 from lightning.pytorch.strategies import ModelParallelStrategy
+from multi_rank.ranks import Scenarios, data, folder, initialise, main, scaled
+from multi_rank.sharded_scenarios import Regression
 from support import quiet_trainer
 from torch import Tensor
 

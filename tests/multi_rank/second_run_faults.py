@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from distributed.ranks import Infinite
-from distributed.second_run_modules import SIZE, WIDTH, Block, Split
+from multi_rank.ranks import Infinite
+from multi_rank.second_run_modules import SIZE, WIDTH, Block, Split
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

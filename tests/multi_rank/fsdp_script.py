@@ -11,8 +11,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from distributed.fsdp_models import CASES, MODULES, Case, NamedToy, OnTheCPU, Overflow, TwoParts
 from lightning.pytorch.strategies import FSDPStrategy
+from multi_rank.fsdp_models import CASES, MODULES, Case, NamedToy, OnTheCPU, Overflow, TwoParts
 from support import batches, flags_on_a_device, quiet_trainer
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP

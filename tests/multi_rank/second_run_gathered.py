@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from distributed.second_run_modules import WIDTH, Block, Split, whole
+from multi_rank.second_run_modules import WIDTH, Block, Split, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module

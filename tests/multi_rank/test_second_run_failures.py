@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.ranks import assert_agree
+from multi_rank.ranks import assert_agree
 from support.launch import launch, launch_once, shared_folder
 
 SCRIPT = Path(__file__).parent / "second_run_failures.py"

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from distributed.fsdp_models import CASES, MODULES, Overflow, TwoParts
+from multi_rank.fsdp_models import CASES, MODULES, Overflow, TwoParts
 from support import assert_same, batches, quiet_trainer, scaled_fp32
 from support.launch import launch_once
 

@@ -13,14 +13,14 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from distributed import ranks
-from distributed import second_run_faults as faults
-from distributed import second_run_gathered as gathered
-from distributed import second_run_modules as modules
-from distributed.fsdp_models import OnTheCPU
-from distributed.ranks import Scenarios
-from distributed.second_run_modules import TROUBLE, Split
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from multi_rank import ranks
+from multi_rank import second_run_faults as faults
+from multi_rank import second_run_gathered as gathered
+from multi_rank import second_run_modules as modules
+from multi_rank.fsdp_models import OnTheCPU
+from multi_rank.ranks import Scenarios
+from multi_rank.second_run_modules import TROUBLE, Split
 from support import Recorder, all_of_ours, quiet_trainer
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule

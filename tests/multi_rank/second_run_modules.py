@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from distributed.ranks import Infinite
+from multi_rank.ranks import Infinite
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from distributed.fsdp_models import CASES
-from distributed.fsdp_runs import CHECKS, Runs
+from multi_rank.fsdp_models import CASES
+from multi_rank.fsdp_runs import CHECKS, Runs
 from support.launch import shared_folder
 
 pytestmark = pytest.mark.slow

@@ -16,8 +16,9 @@ from typing import Any
 
 import lightning as L
 import torch
-from distributed import ranks
-from distributed.ranks import (
+from lightning.pytorch.strategies import ModelParallelStrategy
+from multi_rank import ranks
+from multi_rank.ranks import (
     BAD,
     EVERY_KIND,
     FEATURES,
@@ -32,7 +33,6 @@ from distributed.ranks import (
     initialise,
     scaled,
 )
-from lightning.pytorch.strategies import ModelParallelStrategy
 from support import all_of_ours
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
