@@ -27,6 +27,7 @@ from lightning_amp.compare._describe import identity, shown, without_identity
 from lightning_amp.compare._executors import Dispatcher, check_executor
 from lightning_amp.compare._factories import by_value, check_factory, factory_name
 from lightning_amp.compare._fork_server import FORK_SERVER
+from lightning_amp.compare._local_devices import LocalDevices
 from lightning_amp.compare._pack import pack, run_in_process
 from lightning_amp.compare._plan import CONTROL, MeasureSpeed, Plan
 from lightning_amp.compare._progress import Progress, progress
@@ -80,6 +81,8 @@ class Comparison:
         check_factory("make_module", make_module, LightningModule, self._dumps, named=named)
         check_factory("make_data", make_data, LightningDataModule, self._dumps, named=named)
         self._kwargs = kwargs = check_trainer_kwargs(trainer_kwargs)
+        if isinstance(executor, LocalDevices):
+            executor.check_trainer(kwargs)
         self._arms = arms = parse_arms(precisions, kwargs.get("strategy", "auto"))
         check_seeds(seed, num_seeds, control)
         parsed_margins = parse_margins(margins)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -45,6 +45,7 @@ class LocalDevices:
         if num is not None:
             require_count("num", num)
         self._places = _places(devices, per_run, num)
+        self._per_run = per_run
         self._free: queue.SimpleQueue[Place] = queue.SimpleQueue()
         for place in self._places:
             self._free.put(place)
@@ -54,6 +55,22 @@ class LocalDevices:
     def num_at_once(self) -> int:
         """Return how many runs there are at once."""
         return len(self._places)
+
+    def check_trainer(self, trainer_kwargs: Mapping[str, Any]) -> None:
+        """Refuse arguments of the Trainer that ask for other devices than a run gets here.
+
+        Raises:
+            ValueError: If they do.
+
+        """
+        devices = trainer_kwargs.get("devices", "auto")
+        if not self._places[0].environment or devices in ("auto", -1, "-1", self._per_run, str(self._per_run)):
+            return
+        what = f"{devices} devices" if isinstance(devices, int) else f"the devices {devices!r}"
+        raise ValueError(
+            f"`trainer_kwargs['devices']` asks for {what}, but `LocalDevices` gives {self._per_run} to each run,"
+            " numbered from 0 on. Write `LocalDevices(per_run=...)`, and leave `devices` out."
+        )
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Job:
         """Call `fn` in a thread as soon as devices are free. A run that it starts gets these devices."""
