@@ -166,9 +166,7 @@ def test_an_executor_gives_the_bits_of_runs_in_order(
 
 
 @pytest.mark.slow
-def test_the_command_trains_on_several_devices(
-    tmp_path: Path, bits_in_order: dict[str, list[list[float]]]
-) -> None:
+def test_the_command_trains_on_several_devices(tmp_path: Path, bits_in_order: dict[str, list[list[float]]]) -> None:
     pytest.importorskip("jsonargparse")
     assert "| bf16 |" in in_shell(MANY_DEVICES_SHELL[0], with_scripts(tmp_path))
     assert bits_of(tmp_path) == bits_in_order
