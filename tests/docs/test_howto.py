@@ -123,7 +123,8 @@ def in_shell(text: str, folder: Path, **environment: str) -> str:
     fewer = text.replace("--seeds 3", "--seeds 1").replace("max_epochs 2", "max_epochs 1")
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     env = {**ONE_THREAD, "PATH": path, **environment}
-    done = subprocess.run(["bash", "-c", fewer], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    command = ["bash", "-c", fewer]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -178,7 +179,7 @@ def test_a_job_array_and_its_collection(tmp_path: Path, bits_in_order: dict[str,
     _, job, collect = MANY_DEVICES_SHELL
     with_scripts(tmp_path)
     for number in "21":  # in any order
-        printed = in_shell(job.replace("/12", "/2"), tmp_path, SLURM_ARRAY_TASK_ID=number)
+        printed = in_shell(job.replace("/9", "/2"), tmp_path, SLURM_ARRAY_TASK_ID=number)
         assert f"Part {number} of 2: 1 run, 0 failed." in printed
     assert "missing" not in in_shell(collect, tmp_path)
     assert (tmp_path / "report.html").is_file()
@@ -186,8 +187,6 @@ def test_a_job_array_and_its_collection(tmp_path: Path, bits_in_order: dict[str,
 
 
 def test_the_page_about_many_devices_has_three_commands() -> None:
-    assert [len(re.findall("lightning-amp compare", block)) for block in MANY_DEVICES_SHELL] == [1, 1, 1]
-    assert ["--devices-at-once", "--part", "--collect"] == [
-        next(option for option in ("--devices-at-once", "--part", "--collect") if option in block)
-        for block in MANY_DEVICES_SHELL
-    ]
+    options = ("--devices-at-once", "--part", "--collect")
+    found = [[option for option in options if option in block] for block in MANY_DEVICES_SHELL]
+    assert found == [[option] for option in options]
