@@ -23,7 +23,11 @@ class LocalDevices:
 
     .. code-block:: python
 
-        report = compare_precisions(Model, Data, executor=LocalDevices())  # as many runs at once as there are GPUs
+        from models import Model, Data  # in a file that another process can import
+
+        if __name__ == "__main__":
+            executor = LocalDevices()  # as many runs at once as there are GPUs
+            report = compare_precisions(Model, Data, trainer_kwargs=dict(max_epochs=10), executor=executor)
 
     Each run sees its own devices only (`CUDA_VISIBLE_DEVICES`, or the same of another accelerator), numbered from 0 on.
     Without an accelerator the CPU cores are divided: each run is bound to its share, and has as many threads. The

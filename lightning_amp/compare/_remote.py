@@ -33,7 +33,7 @@ PROGRESS = "progress.json"
 @final
 @dataclass(frozen=True)
 class Assignment:
-    """What travels to a worker: runs, which it trains one after the other, and what it needs for them.
+    """Holds all that travels to a worker: runs, which it trains one after the other, and their settings.
 
     Attributes:
         tasks: The runs.

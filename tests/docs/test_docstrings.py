@@ -42,7 +42,7 @@ NEEDS_GPU = {"FSDPAmpPrecision": "requires a GPU accelerator"}
 """What Lightning says on the CPU; up to there the example runs."""
 
 
-WHOLE_RUNS = {"compare_precisions", "doctor", "DoctorReport"}
+WHOLE_RUNS = {"LocalDevices", "compare_precisions", "doctor", "DoctorReport"}
 """Examples that take more than four seconds."""
 
 
@@ -129,7 +129,7 @@ def run_example(example: Example) -> dict[str, Any]:
 @pytest.fixture
 def whole_runs(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file `models`, arms in this process, and the report of a comparison."""
-    import lightning_amp.compare._compare as compare
+    import lightning_amp.compare._comparison as compare
     import lightning_amp.tune.batch_size._probe as probe
     import lightning_amp.tune.batch_size._short_runs as short_runs
 
