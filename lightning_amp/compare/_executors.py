@@ -27,7 +27,7 @@ _POLL_S = 0.1
 _STOP_WITHIN_S = 15.0
 """Seconds for workers to see the file that stops them."""
 
-_MISSING = re.compile(r"No module named '((?:lightning_amp|lightning|torch)[\w.]*)'")
+_MISSING = re.compile(r"No module named '((?:lightning_amp|lightning|torch)(?:\.[\w.]+)?)'")
 """In the errors of workers that cannot import this package. Executors pass them on as text, each in its own words."""
 
 

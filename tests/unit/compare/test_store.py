@@ -140,10 +140,9 @@ def test_a_folder_that_becomes_full_is_warned_of_once(tmp_path: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(_store, "write_atomically", full)
-    with pytest.warns(UserWarning, match="could not write to .*No space left on device") as caught:
+    with pytest.warns(UserWarning, match="could not write to .*No space left on device"):
         store.save(ArmRun("fp32", 0))
-        store.save(ArmRun("bf16", 0))
-    assert len(caught) == 1
+    store.save(ArmRun("bf16", 0))  # a second warning would be an error here
     monkeypatch.setattr(_store, "write_atomically", write_atomically)
     store.save(ArmRun("fp32", 0))
     assert store.load("fp32", 0) == ArmRun("fp32", 0)
