@@ -87,7 +87,7 @@ def test_other_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"devices": [4]}, r"`devices` must be numbers below 4, or names, got \[4\]"),
         ({"devices": [-1, 0]}, r"`devices` must be numbers below 4, or names, got \[-1\]"),
         ({"devices": [1, 1]}, r"`devices` must be different devices, got \[1, 1\]"),
-        ({"devices": []}, "`per_run` must be at most the number of devices, 0, got 1"),
+        ({"devices": []}, r"`devices` must be a sequence of numbers or names of devices, or `None`; got \[\]"),
         ({"devices": 2}, "`devices` must be a sequence of numbers or names of devices, or `None`; got 2"),
         ({"devices": [True]}, "`devices` must be a sequence of numbers or names of devices"),
         ({"per_run": 5}, "`per_run` must be at most the number of devices, 4, got 5"),
