@@ -33,7 +33,7 @@ def check_factory(
     Args:
         argument: The name of the argument.
         factory: The factory.
-        kind: What it returns.
+        kind: The class of the object that it returns.
         dumps: How it is sent.
         named: Whether the other process imports it by its name.
 

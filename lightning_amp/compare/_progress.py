@@ -44,7 +44,7 @@ class Progress:
 
         Args:
             share: From 0 to 1, or `None`.
-            text: What it does.
+            text: The step or phase that it is in.
             name: Its name; `None`: the run that was started last.
 
         """

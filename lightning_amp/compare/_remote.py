@@ -32,7 +32,7 @@ PROGRESS = "progress.json"
 @final
 @dataclass(frozen=True)
 class Assignment:
-    """What travels to a worker: runs, which it trains one after the other, and what it needs for them.
+    """The object that is sent to a worker: runs, which it trains one after the other, and their settings.
 
     Attributes:
         tasks: The runs.
