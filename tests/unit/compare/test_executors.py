@@ -405,7 +405,9 @@ def test_an_interrupt_cancels_all_jobs(ran: list[str], tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["comparison.json"]
 
 
-def test_an_interrupt_of_jobs_without_cancel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interrupt_of_jobs_without_cancel(tmp_path: Path) -> None:
+    stopped: list[bool] = []
+
     class Running:
         def submit(self, fn: Any, /, *args: Any) -> Job:
             stop = Path(args[0].stop_file)
@@ -415,12 +417,14 @@ def test_an_interrupt_of_jobs_without_cancel(monkeypatch: pytest.MonkeyPatch, tm
                 seen.append(0)
                 if len(seen) == 2:
                     raise KeyboardInterrupt
+                stopped.append(stop.exists())
                 return stop.exists()
 
             return Job(lambda: fn(*args), is_done)
 
     with pytest.raises(KeyboardInterrupt):
         compare(Running(), ("fp32",), dirpath=tmp_path)
+    assert stopped == [False, True]
     assert [path.name for path in tmp_path.iterdir()] == ["comparison.json"]
 
 
