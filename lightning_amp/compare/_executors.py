@@ -29,7 +29,7 @@ _POLL_S = 0.1
 _STOP_WITHIN_S = 15.0
 """Seconds for workers to see the file that stops them."""
 
-_MISSING = re.compile(r"No module named '((?:lightning_amp|lightning|torch)[\w.]*)'")
+_MISSING = re.compile(r"No module named '((?:lightning_amp|lightning|torch)(?:\.[\w.]+)?)'")
 """In the errors of workers that cannot import this package. Executors pass them on as text, each in its own words."""
 
 
@@ -167,6 +167,8 @@ class Dispatcher:
             self._hosts[number] = killed.host
             self._lost(number, assignment, killed.error)
             return
+        if killed is not None:
+            runs = [_with_place(run, folder) for run, folder in zip(runs, assignment.folders, strict=True)]
         if answer["unsaved"]:
             self._on_unsaved(answer["unsaved"])
         for folder, files in zip(assignment.folders, answer["files"], strict=True):
@@ -221,6 +223,15 @@ class Dispatcher:
                 time.sleep(_POLL_S)
         finally:
             self._stop_file.unlink(missing_ok=True)
+
+
+def _with_place(run: ArmRun, folder: str) -> ArmRun:
+    """Return a run that was killed for the second time, with its host and its log in the error."""
+    if run.killed_by is None:
+        return run
+    log = Path(folder) / "output.log"
+    again = f"{run.error}, on {run.host}; first attempt: {run.first_attempt}."
+    return replace(run, error=f"{again} Log: {log}" if log.exists() else again)
 
 
 def _refuse(wrong: str, assignment: Assignment, error: BaseException | None = None) -> NoReturn:

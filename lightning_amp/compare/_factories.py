@@ -66,7 +66,8 @@ def check_factory(
         " process of its own, which has to import it."
     )
     if obstacle and named:
-        raise ValueError(f"`{argument}` {obstacle}, which another process cannot import. {move}{more}")
+        sent = " An `executor`, such as `LocalDevices()`, sends it with cloudpickle as it is."
+        raise ValueError(f"`{argument}` {obstacle}, which another process cannot import. {move}{more}{sent}")
     try:
         inspect.signature(factory).bind()
     except TypeError as error:

@@ -42,6 +42,7 @@ class Fork:
 
     def __init__(self, server: subprocess.Popen[bytes], folder: Path) -> None:
         self._server, self._folder = server, folder
+        self._code: int | None = None
 
     @property
     def pid(self) -> int | None:
@@ -50,9 +51,12 @@ class Fork:
 
     def poll(self) -> int | None:
         """Return its exit status; `None` while it runs."""
-        gone = self._server.poll() is not None  # asked first: the server may write the status and end
-        code = self._number(_EXIT)
-        return -signal.SIGKILL if code is None and gone else code  # the kernel kills the forks of a process that ends
+        if self._code is None:  # kept, because the folder is removed after the run
+            gone = self._server.poll() is not None  # asked first: the server may write the status and end
+            code = self._number(_EXIT)
+            # the kernel kills the forks of a process that ends
+            self._code = -signal.SIGKILL if code is None and gone else code
+        return self._code
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end.

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from typing_extensions import final
 
-from lightning_amp._arguments import require, require_count
+from lightning_amp._arguments import is_count, require, require_count
 from lightning_amp.compare._place import VISIBLE, Place, assigned, visible_devices
 
 
@@ -118,7 +119,7 @@ class Job:
         return self._future.cancel() or not self._future.done()
 
 
-def _places(devices: Iterable[int | str] | None, per_run: int, num: int | None) -> list[Place]:
+def _places(devices: Sequence[int | str] | None, per_run: int, num: int | None) -> list[Place]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type not in VISIBLE:
         require(devices is None, "devices", "`None` on a machine without accelerators that can be divided", devices)
@@ -129,7 +130,8 @@ def _places(devices: Iterable[int | str] | None, per_run: int, num: int | None) 
     if devices is None:
         names = seen
     else:
-        fine = not isinstance(devices, (str, bytes)) and all(isinstance(device, (int, str)) for device in devices)
+        fine = isinstance(devices, Sequence) and not isinstance(devices, (str, bytes)) and bool(devices)
+        fine = fine and all(is_count(device, -sys.maxsize) or isinstance(device, str) for device in devices)
         require(fine, "devices", "a sequence of numbers or names of devices", devices, none="or `None`")
         wrong = [d for d in devices if isinstance(d, int) and not 0 <= d < len(seen)]
         require(not wrong, "devices", f"numbers below {len(seen)}, or names", wrong)

@@ -34,7 +34,22 @@ OnProgress = Callable[[float | None, str], None]
 """Gets the share of the training that is done (`None` if unknown) and a text, several times a second."""
 
 _LOG_LINES = 60
-_RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+_RANKS = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "SLURM_NTASKS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+)
+"""Variables by which Lightning takes a process for a rank that somebody else started.
+
+A run starts its ranks itself, in a job of Slurm as well.
+"""
 
 
 @final

@@ -20,7 +20,6 @@ from typing import Any
 
 from typing_extensions import final
 
-from lightning_amp._text import named
 from lightning_amp.compare._fork_server import FORK_SERVER
 from lightning_amp.compare._process import PackedTask, run_packed
 from lightning_amp.compare._run import ArmRun
@@ -60,7 +59,7 @@ class Assignment:
     def name(self) -> str:
         """Return the name of the first run, for people."""
         task = self.tasks[0]
-        return f"{task.label}, seed {task.seed}" if len(self.tasks) == 1 else f"speed of {named(self._labels)}"
+        return f"{task.label}, seed {task.seed}" if len(self.tasks) == 1 else f"speed of {', '.join(self._labels)}"
 
     @property
     def _labels(self) -> list[str]:
@@ -131,7 +130,7 @@ def _other_versions(theirs: Mapping[str, str]) -> str:
         own = versions()
     except metadata.PackageNotFoundError as error:
         return f"{error.name} is not installed"
-    return named([f"{name} is {own[name]}, not {wanted}" for name, wanted in theirs.items() if own[name] != wanted])
+    return ", ".join(f"{name} is {own[name]}, not {wanted}" for name, wanted in theirs.items() if own[name] != wanted)
 
 
 def _adapted(task: PackedTask, host_of_caller: str) -> PackedTask:

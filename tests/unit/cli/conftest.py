@@ -32,9 +32,9 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StandIn]:
-    def put(name: str, outcome: Any, *, other_process: bool = False) -> StandIn:
-        made = StandIn(getattr(lightning_amp, name), outcome, other_process=other_process)
-        monkeypatch.setattr(lightning_amp, name, made)
+    def put(name: str, outcome: Any, *, other_process: bool = False, owner: Any = lightning_amp) -> StandIn:
+        made = StandIn(getattr(owner, name), outcome, other_process=other_process)
+        monkeypatch.setattr(owner, name, made)
         return made
 
     return put

@@ -1,4 +1,4 @@
-"""`lightning-amp compare`: the call of `compare_precisions`, which is replaced, and the exit status."""
+"""`lightning-amp compare`: the call of `Comparison`, which is replaced, and the exit status."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from support.cli_classes import Net, Rows
 
+import lightning_amp.compare
 from lightning_amp._plain_data import Table
-from lightning_amp.compare import Claim, Verdict
+from lightning_amp.compare import ArmRun, Claim, Verdict
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from jsonargparse, about Lightning
@@ -24,14 +25,29 @@ MARKDOWN = "Use `fp16`.\n\n| arm | speed |\n| --- | --- |\n| fp16 | 1.8x as fast
 
 
 class Report:
-    """The part of a `PrecisionReport` that the command uses."""
+    """The part of a `PrecisionReport` that the command uses, and the comparison that returns it."""
 
-    def __init__(self, claim: Claim = "not worse", error: str | None = None) -> None:
+    plan = SimpleNamespace(num_runs=6)
+
+    def __init__(self, claim: Claim = "not worse", error: str | None = None, **parts: Any) -> None:
+        self.of_part: list[ArmRun] = parts.get("of_part", [])
+        self.missing: list[tuple[str, int]] = parts.get("missing", [])
+        self.shares: list[tuple[int, int]] = []
         self.said, metrics = Verdict(claim), {"val_loss": None}
         self.arms = {
             "fp32": SimpleNamespace(errors={}, metrics=metrics),
             "fp16": SimpleNamespace(errors={} if error is None else {0: error}, metrics={} if error else metrics),
         }
+
+    def run(self) -> Report:
+        return self
+
+    def run_part(self, part: int, num_parts: int) -> list[ArmRun]:
+        self.shares.append((part, num_parts))
+        return self.of_part
+
+    def collect(self) -> tuple[Report, list[tuple[str, int]]]:
+        return self, self.missing
 
     def verdict(self, label: str, metric: str) -> Verdict:
         assert metric in self.arms[label].metrics
@@ -52,7 +68,7 @@ class Report:
 
 @pytest.fixture
 def compared(stand_in: Any) -> Any:
-    return stand_in("compare_precisions", Report(), other_process=True)
+    return stand_in("Comparison", Report(), other_process=True, owner=lightning_amp.compare)
 
 
 # -- what is asked for -------------------------------------------------------------------------------------------------
@@ -71,12 +87,16 @@ def test_the_defaults(command: Any, compared: Any) -> None:
         "margins": None,
         "control": None,
         "dirpath": None,
+        "executor": None,
+        "measure_speed": "as run",
     }
 
 
-def test_everything(command: Any, compared: Any) -> None:
+def test_everything(command: Any, compared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lightning_amp.compare, "LocalDevices", dict)
     options = ["--precisions", "fp32", "fp8", "--seeds", "3", "--seed", "5", "--control", "false", "--dirpath", "kept"]
     margins = ["--margins.val_acc", "0.001", "--margins.val/x=max:0.1", "--margins.y.z", '["min", 2]']
+    options += ["--devices-at-once", "4", "--measure-speed", "alone"]
     assert command(*options, *BOTH, "--trainer.max_epochs=2", *margins, "--model.lr", "0.5")[0] == 0
     (call,) = compared.calls
     assert call.pop("make_module")().hparams["lr"] == 0.5
@@ -89,6 +109,8 @@ def test_everything(command: Any, compared: Any) -> None:
         "margins": {"val_acc": 0.001, "val/x": ("max", 0.1), "y.z": ("min", 2.0)},
         "control": False,
         "dirpath": "kept",
+        "executor": {"num": 4},
+        "measure_speed": "alone",
     }
 
 
@@ -135,6 +157,20 @@ def test_the_command_line_wins_over_the_yaml(command: Any, compared: Any) -> Non
         ([*BOTH, "--json", "."], "--json must be a file, got '.'"),
         ([*BOTH, "--html", "."], "--html must be a file, got '.'"),
         ([*BOTH, "--config", "nope.yaml"], "there is no file `nope.yaml`"),
+        ([*BOTH, "--part", "1/3"], "--part needs --dirpath, the folder or URL in which the runs of all parts are kept"),
+        ([*BOTH, "--collect"], "--collect needs --dirpath, the folder or URL"),
+        ([*BOTH, "--dirpath", "x", "--part", "1/3", "--collect"], "--part trains runs and --collect judges them"),
+        ([*BOTH, "--dirpath", "x", "--part", "1/3", "--measure-speed", "alone"], "--part cannot be used with"),
+        ([*BOTH, "--dirpath", "x", "--part", "0/3"], "--part must be I/N, with I from 1 to N, such as 3/12; got '0/3'"),
+        ([*BOTH, "--dirpath", "x", "--part", "4/3"], "--part must be I/N, with I from 1 to N, such as 3/12; got '4/3'"),
+        ([*BOTH, "--dirpath", "x", "--part", "3"], "--part must be I/N, with I from 1 to N, such as 3/12; got '3'"),
+        (
+            [*BOTH, "--dirpath", "x", "--part", "1/3x"],
+            "--part must be I/N, with I from 1 to N, such as 3/12; got '1/3x'",
+        ),
+        ([*BOTH, "--measure-speed", "off"], "argument --measure-speed: invalid choice: 'off' (choose from"),
+        ([*BOTH, "--devices-at-once", "x"], "argument --devices-at-once: invalid int value: 'x'"),
+        ([*BOTH, "--devices-at-once", "0"], "`num` must be an integer of 1 or more, got 0."),
         ([*BOTH, "--nope", "3"], "nrecognized arguments: --nope 3; there are --trainer.*, --model.*"),
         ([*BOTH, "--model.nope", "3"], "--model: Problem with given class_path 'support.cli_classes.Net': "),
     ],
@@ -164,6 +200,42 @@ def test_wrong_use_is_one_line_before_anything_runs(
 def test_the_exit_status(report: Report, status: int, command: Any, compared: Any) -> None:
     compared.outcome = report
     assert command(*BOTH) == (status, MARKDOWN, "")
+
+
+@pytest.mark.parametrize(("option", "value"), [("as-run", "as run"), ("alone", "alone"), ("no", False)])
+def test_how_speed_is_measured(option: str, value: Any, command: Any, compared: Any) -> None:
+    assert command(*BOTH, "--measure-speed", option)[0] == 0
+    assert compared.calls[0]["measure_speed"] == value
+
+
+@pytest.mark.parametrize(
+    ("runs", "status", "out"),
+    [
+        ([ArmRun("fp32", 0), ArmRun("fp16", 0)], 0, "Part 2 of 3: 2 runs, 0 failed.\n"),
+        (
+            [ArmRun("fp32", 0), ArmRun("fp16", 1, error="out of\n memory")],
+            1,
+            "Part 2 of 3: 2 runs, 1 failed.\n\n- `fp16`, seed 1: out of memory\n",
+        ),
+        ([], 0, "Part 2 of 3 has no run, because there are fewer runs than parts.\n"),
+    ],
+)
+def test_a_part(runs: list[ArmRun], status: int, out: str, command: Any, compared: Any) -> None:
+    """It prints no report, because the runs of the other parts may be missing."""
+    compared.outcome = Report(of_part=runs)
+    assert command(*BOTH, "--dirpath", "kept", "--part", "2/3") == (status, out, "")
+    assert compared.outcome.shares == [(2, 3)]
+
+
+def test_a_collection(command: Any, compared: Any) -> None:
+    assert command(*BOTH, "--dirpath", "kept", "--collect") == (0, MARKDOWN, "")
+
+
+def test_a_collection_names_the_runs_that_are_missing(command: Any, compared: Any) -> None:
+    compared.outcome = Report(missing=[("fp32", 1), ("fp16", 2)])
+    status, out, err = command(*BOTH, "--dirpath", "kept", "--collect")
+    head = "Of 6 runs, 2 are missing in `kept`:\n\n- `fp32`, seed 1\n- `fp16`, seed 2\n\n"
+    assert (status, out, err) == (1, head + MARKDOWN, "")
 
 
 @pytest.mark.usefixtures("compared")

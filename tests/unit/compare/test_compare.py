@@ -103,7 +103,7 @@ def test_failed_runs_run_again(ran: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "differs"),
     [
-        ({"precisions": ("fp32", "fp16")}, "precisions"),
+        ({"precisions": {"fp32": "fp32", "bf16": "fp16"}}, r"precisions\['bf16'\]"),
         ({"module": FailsInFp16}, "make_module"),
         ({"trainer_kwargs": {**TRAINER, "max_epochs": 3}}, "trainer_kwargs"),
     ],
@@ -114,6 +114,17 @@ def test_the_folder_of_another_comparison(changes: Any, differs: str, ran: list[
     with pytest.raises(ValueError, match=f"mine' has another comparison .its `{differs}`"):
         compare(**changes, dirpath=tmp_path / "mine")
     assert ran == []
+
+
+def test_a_folder_grows(ran: list[str], tmp_path: Path) -> None:
+    """Only new precisions and new seeds run."""
+    compare(control=True, dirpath=tmp_path)
+    ran.clear()
+    compare(("fp32", "bf16", "fp16"), control=True, dirpath=tmp_path)
+    assert ran == ["fp16 0"]
+    ran.clear()
+    compare(("fp32", "fp16"), control=True, num_seeds=2, dirpath=tmp_path)
+    assert ran == ["control 1", "fp16 1", "fp32 1"]
 
 
 def make_with_a_table(table: Any) -> Waves:
@@ -167,7 +178,7 @@ def test_a_folder_at_a_url(ran: list[str], folder_url: str) -> None:
     compare(dirpath=folder_url)
     assert ran == []
     with pytest.raises(ValueError, match="has another comparison"):
-        compare(("fp32",), dirpath=folder_url)
+        compare(dirpath=folder_url, module=FailsInFp16)
 
 
 def test_a_folder_that_becomes_full(

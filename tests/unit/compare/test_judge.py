@@ -330,3 +330,91 @@ def test_a_few_steps_say_nothing_about_speed() -> None:
     plan = make_plan(["fp32", "bf16"], 1)
     runs = [replace(make_run(label, 0), step_s=(time,) * 9) for label, time in (("fp32", 2.0), ("bf16", 1.0))]
     assert judge(plan, runs).arms["bf16"].speed is None
+
+
+# -- speeds of runs that did not have a device for themselves ----------------------------------------------------------
+
+
+def beside(label: str, seed: int, start: float, host: str = "a", **fields: Any) -> ArmRun:
+    """Return a run of 10 s on the only device of a host; all but fp32 are twice as fast."""
+    usual: dict[str, Any] = {"host": host, "devices": ("cuda:0",), "started_at": start, "ended_at": start + 10.0}
+    step_s = 0.02 if label == "fp32" else 0.01
+    run = make_run(label, seed, step_s, curves={"val_loss": curve(1.0 + 0.01 * seed)})
+    return replace(run, **(usual | fields))
+
+
+def series(*labels: str, shift: float = 10.0, **fields: Any) -> list[ArmRun]:
+    """Return runs of three seeds that begin one after the other, `shift` seconds apart."""
+    keys = [(label, seed) for seed in range(3) for label in labels]
+    return [beside(label, seed, shift * i, **fields) for i, (label, seed) in enumerate(keys)]
+
+
+def arm_of(runs: list[ArmRun], speed_runs: list[ArmRun] | None = None, **plan: Any) -> Any:
+    judged = judge(make_plan(["fp32", "bf16"], 3, {"val_loss": 0.1}, **plan), runs, speed_runs or [])
+    return judged.arms["bf16"], judged.recommendation
+
+
+def test_runs_one_after_the_other_are_compared() -> None:
+    arm, recommendation = arm_of(series("fp32", "bf16"))
+    assert (arm.speed.claim, arm.not_compared) == ("faster", "")
+    assert recommendation.label == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("runs", "why"),
+    [
+        (series("fp32", "bf16", shift=5.0), "runs shared a device"),
+        ([*series("fp32"), *series("bf16", device="H100")], "runs shared a device"),
+        ([*series("fp32"), *series("bf16", host="b", device="H100")], "the runs had different devices"),
+        ([*series("fp32"), *series("bf16", host="b", num_threads=3)], "the runs had different devices"),
+        ([*series("fp32"), *series("bf16", host="b", step_s=(0.01,) * 5)], "fewer than 10 steady steps"),
+    ],
+)
+def test_a_speed_that_is_not_compared(runs: list[ArmRun], why: str) -> None:
+    """No recommendation rests on it: neither for speed, nor for memory at the same speed."""
+    arm, recommendation = arm_of([replace(run, peak_memory_bytes=9 - 4 * (run.label == "bf16")) for run in runs])
+    assert (arm.speed, arm.not_compared) == (None, why)
+    assert arm.metrics["val_loss"].verdict.claim == "not worse"
+    assert recommendation.label is None
+    assert f"its speed was not compared: {why}" in recommendation.sentence
+
+
+def test_another_host_of_the_same_model_is_compared() -> None:
+    arm, _ = arm_of([*series("fp32"), *series("bf16", host="b")])
+    assert (arm.speed.claim, arm.not_compared) == ("faster", "")
+
+
+def test_only_the_seeds_whose_runs_were_alone_are_compared() -> None:
+    runs = [*series("fp32", "bf16"), beside("other", 0, 25.0)]
+    plan = make_plan(["fp32", "bf16", "other"], 3)
+    arm = judge(plan, runs).arms["bf16"]
+    assert arm.speed is not None
+    assert arm.speed.num_repetitions == 2
+
+
+def test_a_run_of_another_arm_disturbs_as_well() -> None:
+    runs = [*series("fp32", "bf16"), beside("other", 0, 0.0, ended_at=100.0)]
+    arm = judge(make_plan(["fp32", "bf16", "other"], 3), runs).arms["bf16"]
+    assert (arm.speed, arm.not_compared) == (None, "runs shared a device")
+
+
+def test_without_a_measurement_of_speed() -> None:
+    arm, recommendation = arm_of(series("fp32", "bf16"), measure_speed="off")
+    assert (arm.speed, arm.not_compared) == (None, "`measure_speed=False`")
+    assert recommendation.label is None
+
+
+def test_speed_of_short_runs_alone() -> None:
+    """The trainings shared a device, the short runs after them did not."""
+    runs = series("fp32", "bf16", shift=5.0)
+    short = [replace(run, started_at=run.started_at + 500.0, ended_at=run.ended_at + 500.0) for run in runs]
+    alone = [replace(run, started_at=500.0 + 10 * i, ended_at=510.0 + 10 * i) for i, run in enumerate(short)]
+    arm, recommendation = arm_of(runs, alone, measure_speed="alone")
+    assert (arm.speed.claim, arm.not_compared) == ("faster", "")
+    assert len(arm.speed_runs) == 3
+    assert recommendation.label == "bf16"
+    assert arm_of(runs, short, measure_speed="alone")[0].not_compared == "runs shared a device"
+    arm, _ = arm_of(series("fp32", "bf16"), measure_speed="alone")
+    assert (arm.speed, arm.speed_runs) == (None, ())
+    beside_a_training = [replace(run, started_at=run.started_at - 490.0) for run in alone]
+    assert arm_of(runs, beside_a_training, measure_speed="alone")[0].not_compared == "runs shared a device"

@@ -102,14 +102,17 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it ends at its next batch: `test_observer.py`")
 def test_an_arm_ends_when_the_script_is_gone(tmp_path: Path) -> None:
-    """It ends wherever it is: here it hangs before the first batch."""
+    """It ends wherever it is: here it hangs before the first batch. The process that forked it ends as well."""
     script = start_script(tmp_path, 'if __name__ == "__main__": ', "sleeps, Sea")
     sleeper, deadline = tmp_path / "sleeper", time.monotonic() + 100
     while not (sleeper.exists() and sleeper.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
+    arm = int(sleeper.read_text())
+    server = int(Path(f"/proc/{arm}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
     script.kill()
     script.wait()
-    while is_running(int(sleeper.read_text())) and time.monotonic() < deadline:
+    while (is_running(arm) or is_running(server)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not is_running(int(sleeper.read_text()))
+    assert not is_running(arm)
+    assert not is_running(server)
     assert not (tmp_path / "kept" / "fp32-seed0.json").exists()

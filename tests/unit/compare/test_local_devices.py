@@ -1,0 +1,219 @@
+"""Places on this machine, without runs; `test_engines.py` has runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_amp.compare import LocalDevices
+from lightning_amp.compare._local_devices import _places
+from lightning_amp.compare._place import WHOLE_MACHINE, Place, assigned, visible_devices
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, kind: str | None, number: int = 4, cores: int = 8) -> None:
+    """Pretend a machine with accelerators and CPU cores."""
+    device = None if kind is None else torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: number)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10, 10 + cores)), raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "cuda")
+
+
+def environments(*args: Any, name: str = "CUDA_VISIBLE_DEVICES") -> list[str]:
+    return [place.environment[name] for place in _places(*args)]
+
+
+# -- accelerators ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("four")
+@pytest.mark.parametrize(
+    ("args", "seen"),
+    [
+        ((None, 1, None), ["0", "1", "2", "3"]),
+        ((None, 1, 2), ["0", "1"]),
+        ((None, 1, 9), ["0", "1", "2", "3"]),
+        ((None, 2, None), ["0,1", "2,3"]),
+        ((None, 3, None), ["0,1,2"]),
+        ((None, 2, 1), ["0,1"]),
+        (([2, 0], 1, None), ["2", "0"]),
+        (([3, 1], 2, None), ["3,1"]),
+        ((["GPU-7f3a", "GPU-1b"], 1, None), ["GPU-7f3a", "GPU-1b"]),
+        (([3, "GPU-1b"], 1, None), ["3", "GPU-1b"]),
+    ],
+)
+def test_places_with_accelerators(args: Any, seen: list[str]) -> None:
+    assert environments(*args) == seen
+    assert all(place.cores == () for place in _places(*args))
+
+
+@pytest.mark.usefixtures("four")
+def test_a_process_that_sees_some_devices_gives_these_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers count from 0 among the devices that this process sees, as they do in torch."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7 ,GPU-7f3a")
+    assert visible_devices("cuda") == ["5", "7", "GPU-7f3a"]
+    assert environments(None, 1, None) == ["5", "7", "GPU-7f3a"]
+    assert environments([1, 2], 1, None) == ["7", "GPU-7f3a"]
+    with pytest.raises(ValueError, match=r"`devices` must be numbers below 3, or names, got \[3\]"):
+        LocalDevices([0, 3])
+
+
+def test_other_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "xpu", 2)
+    assert environments(None, 1, None, name="ZE_AFFINITY_MASK") == ["0", "1"]
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "3,4")
+    assert environments(None, 1, None, name="ZE_AFFINITY_MASK") == ["3", "4"]
+
+
+@pytest.mark.usefixtures("four")
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"devices": "0,1"}, "`devices` must be a sequence of numbers or names of devices, or `None`; got '0,1'"),
+        ({"devices": [0.5]}, "`devices` must be a sequence of numbers or names of devices"),
+        ({"devices": [4]}, r"`devices` must be numbers below 4, or names, got \[4\]"),
+        ({"devices": [-1, 0]}, r"`devices` must be numbers below 4, or names, got \[-1\]"),
+        ({"devices": [1, 1]}, r"`devices` must be different devices, got \[1, 1\]"),
+        ({"devices": []}, r"`devices` must be a sequence of numbers or names of devices, or `None`; got \[\]"),
+        ({"devices": 2}, "`devices` must be a sequence of numbers or names of devices, or `None`; got 2"),
+        ({"devices": [True]}, "`devices` must be a sequence of numbers or names of devices"),
+        ({"per_run": 5}, "`per_run` must be at most the number of devices, 4, got 5"),
+        ({"per_run": 0}, "`per_run` must be an integer of 1 or more, got 0"),
+        ({"num": 0}, "`num` must be an integer of 1 or more, got 0"),
+        ({"num": 1.5}, "`num` must be an integer of 1 or more, got 1.5"),
+    ],
+)
+def test_wrong_arguments(kwargs: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LocalDevices(**kwargs)
+
+
+# -- CPUs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num", "share"), [(2, 4), (3, 2), (8, 1)])
+def test_cores_are_divided_without_overlap(num: int, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, None)
+    places = _places(None, 1, num)
+    cores = [core for place in places for core in place.cores]
+    assert [len(place.cores) for place in places] == [share] * num
+    assert len(set(cores)) == len(cores)
+    assert set(cores) <= set(range(10, 18))
+    assert all(place.environment == {} for place in places)
+
+
+@pytest.mark.parametrize("num", [None, 1])
+def test_one_run_has_all_cores(num: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, None)
+    assert [place.cores for place in _places(None, 1, num)] == [()]
+    assert LocalDevices(num=num).num_at_once == 1
+
+
+@pytest.mark.parametrize("kind", [None, "mps"])
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num": 9}, "`num` must be at most the number of CPU cores, 8, got 9"),
+        (
+            {"devices": [0]},
+            r"`devices` must be `None` on a machine without accelerators that can be divided, got \[0\]",
+        ),
+        ({"per_run": 2}, "`per_run` must be 1 on a machine without accelerators that can be divided, got 2"),
+    ],
+)
+def test_wrong_arguments_without_accelerators(
+    kind: str | None, kwargs: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, kind)
+    with pytest.raises(ValueError, match=message):
+        LocalDevices(**kwargs)
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("four")
+def test_any_function() -> None:
+    job = LocalDevices(num=1).submit(pow, 2, 3)
+    assert job.result() == 8
+    assert job.done()
+    assert not job.cancel()
+    with pytest.raises(ZeroDivisionError):
+        LocalDevices().submit(divmod, 1, 0).result()
+    assert assigned.get() is WHOLE_MACHINE
+
+
+@pytest.mark.usefixtures("four")
+def test_no_two_running_jobs_share_a_place() -> None:
+    running: list[str] = []
+    most: list[int] = []
+    lock = threading.Lock()
+
+    def work(number: int) -> str:
+        name = assigned.get().environment["CUDA_VISIBLE_DEVICES"]
+        with lock:
+            assert name not in running
+            running.append(name)
+            most.append(len(running))
+        time.sleep(0.002 * (number % 3))
+        with lock:
+            running.remove(name)
+        if number % 7 == 0:
+            raise KeyError(number)  # its place is free again
+        return name
+
+    devices = LocalDevices([3, 1, 0])
+    jobs = [devices.submit(work, number) for number in range(40)]
+    names = [job.result() for number, job in enumerate(jobs) if number % 7]
+    assert set(names) <= {"3", "1", "0"}
+    assert max(most) <= 3
+    devices.shutdown()
+    with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
+        devices.submit(pow, 2, 3)
+
+
+@pytest.mark.usefixtures("four")
+def test_a_cancelled_job() -> None:
+    """A queued one never runs. A running one learns of it, and `run_packed` then kills its process."""
+    begun = threading.Event()
+    places: list[Place] = []
+
+    def wait() -> bool:
+        places.append(assigned.get())
+        begun.set()
+        return places[-1].stop.wait(30)
+
+    devices = LocalDevices(num=1)
+    running, queued, last = devices.submit(wait), devices.submit(wait), devices.submit(pow, 2, 3)
+    assert begun.wait(30)
+    assert not running.done()
+    assert queued.cancel()
+    assert queued.done()
+    with pytest.raises(CancelledError):
+        queued.result()
+    assert running.cancel()
+    assert running.result() is True
+    assert last.result() == 8
+    assert len(places) == 1
+    assert not running.cancel()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="affinity")
+@pytest.mark.cpu
+def test_this_machine() -> None:
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        assert LocalDevices().num_at_once == 1
+        assert LocalDevices(num=len(os.sched_getaffinity(0))).num_at_once == len(os.sched_getaffinity(0))

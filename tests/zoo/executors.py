@@ -1,0 +1,60 @@
+"""Small executors whose jobs run in this process, when somebody asks for their result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from support.synthetic import curve, make_run
+
+from lightning_amp.compare._process import PackedTask
+from lightning_amp.compare._remote import Assignment
+from lightning_amp.compare._run import ArmRun
+
+
+class Job:
+    """A job as engines have it at least: without `cancel`."""
+
+    def __init__(self, call: Callable[[], Any], is_done: Callable[[], bool] = lambda: True) -> None:
+        self._call, self._is_done = call, is_done
+
+    def done(self) -> bool:
+        return self._is_done()
+
+    def result(self) -> Any:
+        return self._call()
+
+
+class Inline:
+    """Runs a job when its result is asked for, and keeps the assignments.
+
+    Args:
+        change: Gets each call and its assignment in place of the call itself.
+        order: The jobs end in this order, by their number; the usual order is that of `submit`.
+
+    """
+
+    def __init__(
+        self, change: Callable[[Callable[..., Any], Assignment], Any] | None = None, order: Sequence[int] = ()
+    ) -> None:
+        self.assignments: list[Assignment] = []
+        self._change = change or (lambda fn, assignment: fn(assignment))
+        self._order = list(order)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
+        (assignment,) = args
+        number = len(self.assignments)
+        self.assignments.append(assignment)
+
+        def call() -> Any:
+            if number in self._order:
+                self._order.remove(number)
+            return self._change(fn, assignment)
+
+        return Job(call, lambda: number not in self._order or self._order[0] == number)
+
+
+def trained(task: PackedTask) -> ArmRun:
+    """Return a run with values that depend on its label and seed."""
+    value = 1.0 + 0.1 * task.seed + 0.001 * len(task.label)
+    return make_run(task.label, task.seed, curves={"val_loss": curve(2.0, value)}, loss=curve(value))

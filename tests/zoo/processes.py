@@ -1,0 +1,79 @@
+"""Modules that look at the process of a run, or end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_amp.compare import _worker
+from zoo.compared import Waves
+
+MOMENTS = ("making the module", "training", "after training", "writing")
+"""Moments in which the process of :class:`DiesOnce` is killed: one for each seed, from 0 on. Other seeds live."""
+
+
+class Facts(Waves):
+    """Writes facts about its process into the file `$FACTS`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sys.stdout.write("a line for the log\n")
+        facts = {
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "path": sys.path,
+            "main": sys.modules["__main__"].__file__,
+            "num_arguments": len(sys.argv),
+            "threads": torch.get_num_threads(),
+            "cores": sorted(os.sched_getaffinity(0)),
+            "leads its session": os.getsid(0) == os.getpid(),
+            "stdin": os.readlink("/proc/self/fd/0"),
+            "output": os.readlink("/proc/self/fd/1"),
+            "errors": os.readlink("/proc/self/fd/2"),
+            "temporary": tempfile.gettempdir(),
+            "parent": os.getppid(),
+        }
+        Path(os.environ["FACTS"]).write_text(json.dumps(facts))
+
+
+def _die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+class DiesOnce(Waves):
+    """Is killed in the first attempt of each seed; the files in the folder `$DIED` say which seeds had one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        seed = torch.initial_seed()
+        mark = Path(os.environ["DIED"]) / str(seed)
+        self.moment = MOMENTS[seed] if seed < len(MOMENTS) and not mark.exists() else ""
+        if self.moment:
+            mark.touch()
+        if self.moment == "making the module":
+            _die()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.moment == "training" and batch_idx == 5:
+            _die()
+        return super().training_step(batch, batch_idx)
+
+    def on_fit_end(self) -> None:
+        if self.moment == "after training":
+            _die()
+        if self.moment == "writing":
+            _worker._write = _write_half  # type: ignore[assignment]
+
+
+def _write_half(folder: Path, data: Any) -> None:
+    (folder / "result.json").write_text(json.dumps(data)[:100])
+    _die()
