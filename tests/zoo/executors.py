@@ -7,9 +7,11 @@ from typing import Any
 
 from support.synthetic import curve, make_run
 
+import lightning_amp
 from lightning_amp.compare._process import PackedTask
 from lightning_amp.compare._remote import Assignment
 from lightning_amp.compare._run import ArmRun
+from zoo.compared import TRAINER, Sea, Waves
 
 
 class Job:
@@ -58,3 +60,28 @@ def trained(task: PackedTask) -> ArmRun:
     """Return a run with values that depend on its label and seed."""
     value = 1.0 + 0.1 * task.seed + 0.001 * len(task.label)
     return make_run(task.label, task.seed, curves={"val_loss": curve(2.0, value)}, loss=curve(value))
+
+
+def compare(executor: Any, precisions: Any = ("fp32", "bf16"), **kwargs: Any) -> lightning_amp.PrecisionReport:
+    changes = {"trainer_kwargs": TRAINER, "executor": executor, **kwargs}
+    return lightning_amp.compare_precisions(changes.pop("module", Waves), Sea, precisions, **changes)
+
+
+def once(error: BaseException, label: str = "bf16") -> Callable[[Any, Assignment], Any]:
+    """Lose the first attempt of the runs of an arm."""
+
+    def change(fn: Any, assignment: Assignment) -> Any:
+        if assignment.tasks[0].label == label and not assignment.first_attempt:
+            raise error
+        return fn(assignment)
+
+    return change
+
+
+def always(error: BaseException, label: str = "bf16") -> Callable[[Any, Assignment], Any]:
+    def change(fn: Any, assignment: Assignment) -> Any:
+        if assignment.tasks[0].label == label:
+            raise error
+        return fn(assignment)
+
+    return change
