@@ -37,8 +37,8 @@ better, write max:0.1 (more is) or min:0.1 (less is).
 Several machines without a common program: each job of an array trains one
 share, and a last command judges all runs:
 
-  lightning-amp compare --config config.yaml --dirpath s3://bucket/compare --part 3/12
-  lightning-amp compare --config config.yaml --dirpath s3://bucket/compare --collect
+  lightning-amp compare --config config.yaml --dirpath s3://bucket/x --part 3/12
+  lightning-amp compare --config config.yaml --dirpath s3://bucket/x --collect
 
 Exit status: 0, or 1 if a precision is worse or could not be trained, or if runs
 are missing."""

@@ -123,7 +123,7 @@ def _speedup(arm: Arm) -> float | None:
 def _may_be_faster(arm: Arm, than: Arm) -> bool:
     """Return whether an arm may be faster than another, given the intervals of their speeds."""
     if arm.speed is None or than.speed is None:
-        return False
+        return bool(arm.not_compared)
     return (arm.speed.high or arm.speed.ratio) > (_speedup(than) or 1.0)
 
 

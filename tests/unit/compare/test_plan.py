@@ -59,6 +59,7 @@ TORN: dict[str, list[Any]] = {
         None, [], {"a": 0.1}, {"a": [0.1]}, {"a": [0.1, "up"]}, {"a": ["0.1", None]}, {"a": [-0.1, None]},
         {"a": ["nan", None]}, {"a": ["inf", "min"]}, {"a": [math.nan, None]}, {"a": "01"},
     ],
+    "measure_speed": [None, False, "sometimes"],
 }  # fmt: skip
 
 

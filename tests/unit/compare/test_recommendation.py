@@ -96,13 +96,19 @@ def test_the_whole_recommendation(finals: dict[str, Any], settings: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("factors", "says"),
+    ("factors", "says", "advice"),
     [
-        (None, "its speed was not measured"),
-        ((0.8, 1.3, 1.6), "its speed is undecided (0.35x to 2.04x)"),
+        (
+            None,
+            "its speed was not compared: fewer than 10 steady steps",
+            '`measure_speed="alone"` measures each arm in short runs, alone on one device.',
+        ),
+        ((0.8, 1.3, 1.6), "its speed is undecided (0.35x to 2.04x)", "More seeds narrow the interval of a speed."),
     ],
 )
-def test_smaller_at_an_unknown_speed_is_no_recommendation(factors: tuple[float, ...] | None, says: str) -> None:
+def test_smaller_at_an_unknown_speed_is_no_recommendation(
+    factors: tuple[float, ...] | None, says: str, advice: str
+) -> None:
     """The arm may be several times as slow, and memory alone does not decide."""
     report = compared({"fp32": SAME, "bf16": SAME}, memory=SMALL)
     runs = [
@@ -115,8 +121,7 @@ def test_smaller_at_an_unknown_speed_is_no_recommendation(factors: tuple[float, 
     ]
     assert said(PrecisionReport(report.plan, runs)) == (
         None,
-        f"No recommendation yet: `bf16` is not worse and needs 40 % less memory, but {says}. More seeds narrow the"
-        " interval of a speed.",
+        f"No recommendation yet: `bf16` is not worse and needs 40 % less memory, but {says}. {advice}",
     )
 
 

@@ -97,6 +97,13 @@ TORN: dict[str, list[Any]] = {
     "error": [3, []],
     "precision": [None],
     "device": [None],
+    "devices": [None, "cpu", [None]],
+    "host": [None, 3],
+    "num_threads": [None, -1, 1.5],
+    "started_at": [None, "12", True],
+    "ended_at": [None, [1.0]],
+    "killed_by": [9, []],
+    "first_attempt": [None, 1],
     "tf32": [None, 1, "false"],
     "versions": [None, {"torch": 2}, ["torch"]],
     "curves": [
