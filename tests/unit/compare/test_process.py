@@ -116,3 +116,14 @@ def test_an_arm_ends_when_the_script_is_gone(tmp_path: Path) -> None:
     assert not is_running(arm)
     assert not is_running(server)
     assert not (tmp_path / "kept" / "fp32-seed0.json").exists()
+
+
+@pytest.mark.slow
+def test_ranks_in_a_job_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning would expect one task of Slurm for each rank; the run starts its ranks itself."""
+    names = ("NTASKS", "NTASKS_PER_NODE", "PROCID", "LOCALID", "NODEID", "JOB_NAME", "JOB_ID")
+    for name, value in zip(names, ("1", "1", "0", "0", "0", "train", "7"), strict=True):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    run = run_in_process(task(tmp_path, devices=2, strategy="ddp"), lambda *_: None)
+    assert run.error is None
+    assert run.device.startswith("2 x cpu")
