@@ -10,7 +10,7 @@ from lightning_amp.cli._runner import CLASS_OPTIONS, Command, Outcome, Request
 
 _DESCRIPTION = """\
 Find the largest batch that fits into memory, in each precision, by short runs
-in fresh processes.
+in processes of their own.
 
 --model and --data take a class path; the arguments of the class follow, as in a
 LightningCLI: --model.width 64, --trainer.accumulate_grad_batches 4.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MARGINS = "--margins."
 _DESCRIPTION = """\
-Train the same module once per precision and seed, each in a fresh process, and
+Train the same module once per precision and seed, each in its own process, and
 say which precision to use.
 
 --model and --data take a class path; the arguments of the class follow, as in a

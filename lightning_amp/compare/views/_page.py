@@ -233,7 +233,8 @@ def _facts(report: Judgement) -> dict[str, list[str]]:
     }
     if runs:
         training, total = sum(run.train_s for run in runs), sum(run.total_s for run in runs)
-        text = f"{len(runs):,}, each in a fresh process: {_duration(training)} of training, {_duration(total)} in all"
+        times = f"{_duration(training)} of training, {_duration(total)} in all"
+        text = f"{len(runs):,}, each in a process of its own: {times}"
         found["Runs"] = [text]
     return found
 

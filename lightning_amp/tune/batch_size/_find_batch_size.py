@@ -1,4 +1,4 @@
-"""`find_batch_size`: find the largest batch that fits, by short runs in fresh processes."""
+"""`find_batch_size`: find the largest batch that fits, by short runs in processes of their own."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def find_batch_size(
             data = Data()
             data.batch_size = found["bf16"].batch_size
 
-    Each run trains the module for some steps, in a fresh process and without validation. The first two runs use the
-    module's own batch size and another one; a line through their two memory peaks predicts the size for the third run.
+    Each run trains the module for some steps, in a process of its own and without validation. The first two runs use
+    the module's own batch size and another one; a line through their two memory peaks predicts the third run's size.
     If that size exceeds the limit, or the line was not straight, the search goes on. It ends when at most one percent
     can be gained, or after ten runs in a precision. The returned size was run, and its run was within the limit. A size
     of 64 or more is rounded down to a multiple of 8, because tensor cores are fast with such multiples; this costs an
@@ -92,9 +92,9 @@ def find_batch_size(
         RuntimeError: If no precision could be trained, with the module's own error and its line. If it is called on
             several ranks, or by a file that is imported in the process of a run.
 
-    Cost: three or four runs for each precision, each some seconds to start and at least nine steps. If memory grows
-    faster than the batch (a loss over all pairs of rows), a run may hold several times the limit; on the CPU nothing
-    stops it.
+    Cost: three or four runs for each precision, each of at least nine steps. The first start takes some seconds, on
+    Linux each later one about a second. If memory grows faster than the batch (a loss over all pairs of rows), a run
+    may hold several times the limit; on the CPU nothing stops it.
 
     """
     check_place("find_batch_size")

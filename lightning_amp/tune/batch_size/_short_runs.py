@@ -1,4 +1,4 @@
-"""Train for some steps at one batch size, in a fresh process, and return its peak memory and speed."""
+"""Train for some steps at one batch size, in a process of its own, and return its peak memory and speed."""
 
 from __future__ import annotations
 
