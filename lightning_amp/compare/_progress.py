@@ -51,16 +51,16 @@ class Progress:
         name = self._name if name is None else name
         self._shares[name] = share or 0.0
         words = f"{name}: {text}".replace("[", "\\[")
-        if len(self._shares) == 1:
+        if len(self._shares) == 1 and not self._rows:
             self._update(completed=self._done + (share or 0.0), description=words)
             return
-        self._update(completed=self._done + sum(self._shares.values()), description=f"{len(self._shares)} runs")
         if self._bar is not None:
             bar, _ = self._bar
             if name not in self._rows and share is not None:
                 self._rows[name] = bar.add_task(words, total=1.0)
             if name in self._rows:
                 bar.update(self._rows[name], completed=share or 0.0, description=words)
+        self._show_total()
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -78,8 +78,14 @@ class Progress:
             self._bar[0].remove_task(self._rows.pop(name))
         self._done += 1
         self.expect(max(self._total, self._done))
-        self._update(completed=self._done + sum(self._shares.values()))
+        self._show_total()
         self.say(text if self._bar is not None else f"[{self._done}/{self._total}] {text}")
+
+    def _show_total(self) -> None:
+        fields: dict[str, Any] = {"completed": self._done + sum(self._shares.values())}
+        if self._rows:
+            fields["description"] = f"{len(self._rows)} running, {len(self._shares) - len(self._rows)} waiting"
+        self._update(**fields)
 
     def _update(self, **fields: Any) -> None:
         if self._bar is not None:
