@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -364,37 +363,6 @@ def is_wrapper(module: nn.Module) -> bool:
 def units_of(model: nn.Module) -> Fsdp1 | Fsdp2:
     """Return the units of a strategy's model. Remove with `Fsdp1`."""
     return Fsdp1(model) if any(map(is_wrapper, model.modules())) else Fsdp2(model)
-
-
-def store(prefix: str) -> Any:
-    """Return the store by which the ranks found each other, for keys with a prefix. Remove when torch exports it."""
-    return torch.distributed.PrefixStore(prefix, torch.distributed.distributed_c10d._get_default_store())
-
-
-@functools.cache
-def _group_argument(operation: Any) -> tuple[int, bool] | None:
-    namespace, name = getattr(operation, "namespace", ""), str(getattr(operation, "__name__", ""))
-    if namespace not in ("c10d", "_c10d_functional") or name.startswith(("send", "recv")):
-        return None
-    for i, argument in enumerate(operation._schema.arguments):
-        if argument.name == "group_name" or str(argument.type).endswith("ProcessGroup"):
-            return i, argument.name == "group_name"
-    return None
-
-
-def process_group(operation: Any, args: Any, kwargs: Any) -> Any:
-    """Return the process group of a collective operation; `None` for all others, and between two ranks.
-
-    Remove when torch tags collective operations.
-    """
-    found = _group_argument(operation)
-    if found is None:
-        return None
-    position, by_name = found
-    group = args[position] if position < len(args) else kwargs[operation._schema.arguments[position].name]
-    if by_name:
-        return torch.distributed.distributed_c10d._resolve_process_group(group)
-    return torch.distributed.ProcessGroup.unbox(group)
 
 
 def is_sharded(tensor: Tensor) -> bool:

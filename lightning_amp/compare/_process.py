@@ -135,7 +135,8 @@ def _new_process(header: Path, log: Path, environment: Mapping[str, str]) -> sub
 
 
 def _wait(process: Any, folder: Path, on_progress: OnProgress, is_stopped: Callable[[], bool]) -> int:
-    """Return the exit status, after telling the progress several times a second."""
+    """Return the exit status, after telling the progress at the start and several times a second."""
+    on_progress(*_progress(folder))
     while True:
         for _ in range(10):
             with contextlib.suppress(subprocess.TimeoutExpired):

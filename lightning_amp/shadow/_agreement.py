@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from typing_extensions import final
 
-from lightning_amp._compat import _sharding
+from lightning_amp._compat import _collectives
 from lightning_amp.shadow._ranks import OtherRankFailedError
 
 _NUMBERS = itertools.count()
@@ -44,7 +44,7 @@ class Agreement:
     def __init__(self, limit: timedelta) -> None:
         self._limit = limit
         self._rank, self._size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self._store = _sharding.store(f"lightning_amp/{next(_NUMBERS)}/")
+        self._store = _collectives.store(f"lightning_amp/{next(_NUMBERS)}/")
         self._arrivals: Counter[str] = Counter()
 
     @contextmanager
@@ -128,6 +128,6 @@ def _missing(ranks: str, limit: timedelta) -> RankMissingError:
 
 def collective(agreement: Agreement, func: Any, args: Any, kwargs: Any) -> None:
     """Arrive at a collective operation, if this operation is one."""
-    group = _sharding.process_group(func, args, kwargs)
+    group = _collectives.process_group(func, args, kwargs)
     if group is not None and group.size() > 1:
         agreement.arrive(group.group_name, group.size())

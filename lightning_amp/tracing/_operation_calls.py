@@ -100,10 +100,12 @@ class OperationCall:
     # Operations whose results it takes; if an argument must not be 0, only the operation that made this argument.
     makers: list[OperationCall] = field(default_factory=list)
     smallest: Tensor | None = None  # smallest magnitude of the argument that must not be 0, on the device
+    is_collective: bool = False  # takes values of other ranks
     beside: Beside | None = None
     dtype: torch.dtype | None = None
     sources: list[OperationCall] = field(default_factory=list)  # operations whose non-finite results it takes
-    takes_nonfinite: bool = False  # whether an input is not finite, whether an operation made it or not
+    # an input is not finite, whether an operation made it or not; assumed if other ranks have a part of the input
+    takes_nonfinite: bool = False
     num_nonfinite: int = 0  # number of non-finite values in the result
     makes_nan: bool = False  # the result has NaN or plus infinity; masks have minus infinity on purpose
     shape: tuple[int, ...] = ()
@@ -128,7 +130,7 @@ class OperationCall:
         self.makes_nan = any(bool((torch.isnan(v) | torch.isposinf(v.real)).any()) for v in values)
         self.shape = shape_of(outputs[0])
         self.largest_output = largest_of(outputs)
-        self.takes_nonfinite = not all(map(is_finite, inputs))
+        self.takes_nonfinite = self.is_collective or not all(map(is_finite, inputs))
         self.largest_input = largest_of(inputs)
         self.facts = facts_of(self.known_as, args, kwargs)
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import final, override
 
-from lightning_amp._compat import _modules, _sharding
+from lightning_amp._compat import _collectives, _modules, _sharding
 from lightning_amp._containers import replace, tensors_in
 from lightning_amp._user_line import Place
 from lightning_amp.numerics import extremes, is_finite, output_sums, outside_modes
@@ -173,7 +173,7 @@ class OperationWatch(TorchFunctionMode):
         pole = pole_of(known.known_as, args, kwargs)
         makers = self._made_by(inputs if pole is None else [pole])
         smallest = None if pole is None else smallest_magnitude(known.known_as, pole)
-        call = OperationCall(key, self._number, module, known.known_as, makers, smallest)
+        call = OperationCall(key, self._number, module, known.known_as, makers, smallest, known.is_collective)
         if known.is_in_place and args:
             written = floating(args[0])
             inputs = [*map(_copy, written), *inputs[len(written) :]]
@@ -184,6 +184,8 @@ class OperationWatch(TorchFunctionMode):
         if not outputs:
             return
         call.gives(outputs[0].dtype)
+        if call.is_collective:
+            outputs = [*map(_collectives.arrived, outputs)]
         self._made.update(dict.fromkeys(outputs, call))
         if call.key in self._wanted or not all(map(is_finite, outputs)):
             self._measure(call, inputs, outputs, args, kwargs)

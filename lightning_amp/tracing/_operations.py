@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import final
 
+from lightning_amp._compat import _collectives
+
 # -- names -------------------------------------------------------------------------------------------------------------
 
 _PLAIN_NAMES = {
@@ -68,6 +70,7 @@ class Known(NamedTuple):
         name: The name in user code: `"div"`, in place `"div_"`.
         known_as: The operation that has its arguments: `1 / x` is a `"div"` with the arguments of `"reciprocal"`.
         written: Torch's own name: `"__truediv__"`.
+        is_collective: Its result depends on values of other ranks, and may not be there when it returns.
 
     """
 
@@ -75,6 +78,7 @@ class Known(NamedTuple):
     known_as: str
     written: str
     is_in_place: bool
+    is_collective: bool = False
 
 
 @functools.cache
@@ -87,7 +91,8 @@ def known_operation(func: Any) -> Known | None:
     if name in _COMPUTES_NOTHING or name.startswith(("empty", "new_empty")):
         return None
     name = f"{name}_" if in_place else name
-    return Known(name, "reciprocal" if written in _REVERSED else name, written, in_place or name == "assignment")
+    known_as = "reciprocal" if written in _REVERSED else name
+    return Known(name, known_as, written, in_place or name == "assignment", _collectives.is_functional(func))
 
 
 def plain(name: str) -> str:
