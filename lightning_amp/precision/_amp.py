@@ -36,9 +36,9 @@ from lightning_amp.precision._fallback import Fallback
 from lightning_amp.precision._first_line import say_first_line
 from lightning_amp.precision._fit import REPLACEABLE, Fit, Run
 from lightning_amp.precision._forward import autocast_off
-from lightning_amp.precision._ledger import STOCK_KEY, Ledger, find_entry
-from lightning_amp.precision._settings import Settings, enabled, pick_on_all_ranks
-from lightning_amp.scaling import RecordLog, Saved
+from lightning_amp.precision._ledger import STOCK_KEY, TrainerLedger, find_entry
+from lightning_amp.precision._settings import Settings, pick_on_all_ranks
+from lightning_amp.scaling import RecordLog, Saved, enabled
 from lightning_amp.skipped_steps import checked_buffer_rules
 
 
@@ -127,11 +127,11 @@ class AmpPrecision(MixedPrecision):
         self._choice, self.scaler = self._settings.first()
         self._ledger = self._new_ledger()
 
-    def _new_ledger(self) -> Ledger:
+    def _new_ledger(self) -> TrainerLedger:
         def describe_skips() -> str:
             return "" if self._run is None else _refusals.describe_nonfinite_gradients(self._run.module)
 
-        return Ledger(self.scaler, describe_skips, offers_fallback=self._offers_fallback)
+        return TrainerLedger(self.scaler, describe_skips, offers_fallback=self._offers_fallback)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.requested!r})"
@@ -374,7 +374,7 @@ class AmpPrecision(MixedPrecision):
         if self._run is not None:
             self._run.go_on_in(choice, self._settings.evaluation(choice, self._run.device), self.scaler)
         if training:
-            self._ledger.go_on_in(choice, self.scaler, self._fallback.note_stuck if self._fallback.left else None)
+            self._ledger.go_on_in(choice.name, self.scaler, self._fallback.note_stuck if self._fallback.left else None)
 
     def _fall_back_if_stuck(self) -> None:
         """Go on in the next precision if the batch that ended was one skip too many; all ranks together."""

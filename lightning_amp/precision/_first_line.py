@@ -8,8 +8,7 @@ from lightning_amp import _messages
 from lightning_amp._text import counted, exact
 from lightning_amp.casting import Choice
 from lightning_amp.precision._fit import Run
-from lightning_amp.precision._settings import enabled
-from lightning_amp.scaling import DynamicLossScaler
+from lightning_amp.scaling import DynamicLossScaler, enabled
 
 
 def say_first_line(

@@ -121,11 +121,6 @@ class Settings:
             _torch.reset_scale(scaler, self._first_state["scale"])
 
 
-def enabled(scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
-    """Return the scaler if it is enabled, else `None`."""
-    return scaler if scaler is not None and scaler.is_enabled() else None
-
-
 def pick_on_all_ranks(module: LightningModule, device: torch.device) -> tuple[Choice, str]:
     """Pick the precision for `"auto"`, and give the reason.
 

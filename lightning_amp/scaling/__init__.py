@@ -4,6 +4,8 @@ from lightning_amp.scaling._backward_watch import BackwardWatch
 from lightning_amp.scaling._derivative_scale import DerivativeScale
 from lightning_amp.scaling._gradient_state import Scaled, Unscaled
 from lightning_amp.scaling._gradients import HalfGradientsError, has_gradients, parameters
+from lightning_amp.scaling._guards import HeldSchedule, Tally
+from lightning_amp.scaling._ledger import Ledger, enabled
 from lightning_amp.scaling._policy_replay import ReplayedRun, replay_policy, scaler_of_policy
 from lightning_amp.scaling._records import RecordLog, Skip, StepResult, Subscription
 from lightning_amp.scaling._saved import Saved, check_scaler_state
@@ -16,6 +18,8 @@ __all__ = [
     "DerivativeScale",
     "DynamicLossScaler",
     "HalfGradientsError",
+    "HeldSchedule",
+    "Ledger",
     "OptimizerSteps",
     "RecordLog",
     "ReplayedRun",
@@ -25,8 +29,10 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "Subscription",
+    "Tally",
     "Unscaled",
     "check_scaler_state",
+    "enabled",
     "has_gradients",
     "parameters",
     "replay_policy",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import final, override
 
-from lightning_amp._compat import _modules
 from lightning_amp.casting import MethodOverride
-from lightning_amp.scaling import Skip
+from lightning_amp.scaling import HeldSchedule, Skip, Tally
 
 
 @final
@@ -33,8 +32,8 @@ class HeldSchedules:
         self._module = module
         self._strategy = module.trainer.strategy
         self._automatic = module.automatic_optimization
-        self._tallies: dict[int, _Tally] = {}
-        self._held: list[_HeldSchedule] = []
+        self._tallies: dict[int, Tally] = {}
+        self._held: list[HeldSchedule] = []
         self._overrides_scheduler_step = _overrides(module, "lr_scheduler_step", LightningModule)
         hooked = self._overrides_scheduler_step and self._automatic
         self._hook = HeldSchedulerHook(module, self._tallies) if hooked else None
@@ -56,19 +55,18 @@ class HeldSchedules:
             if id(scheduler) in self._tallies or (self._automatic and config.interval != "step"):
                 continue
             if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
-                tally = self._tallies[id(scheduler)] = _Tally(scheduler, scheduler.optimizer)
-                self._held.append(_HeldSchedule(scheduler, tally))
+                tally = self._tallies[id(scheduler)] = Tally(scheduler, scheduler.optimizer)
+                self._held.append(HeldSchedule(scheduler, tally))
             elif self._overrides_scheduler_step and not config.reduce_on_plateau:
                 optimizer = getattr(scheduler, "optimizer", self._module.trainer.optimizers[0])
-                self._tallies[id(scheduler)] = _Tally(scheduler, optimizer)
+                self._tallies[id(scheduler)] = Tally(scheduler, optimizer)
         if self._hook is not None and self._tallies:
             self._hook.install()
 
     def observe(self, optimizer: Optimizer, skip: Skip) -> None:
         """Record whether a step was skipped."""
         for tally in self._tallies.values():
-            if tally.optimizer is optimizer:
-                tally.skips.append(skip)
+            tally.observe(optimizer, skip)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Decide the noted scheduler steps of an optimizer that is about to step, and needs its learning rate now."""
@@ -87,25 +85,10 @@ class HeldSchedules:
 
 
 @final
-class _Tally:
-    """The skips of one optimizer since its schedule last moved."""
-
-    def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
-        self.scheduler = scheduler  # this reference also keeps the `id` from being reused
-        self.optimizer = optimizer
-        self.skips: list[Skip] = []
-
-    def take(self) -> list[Skip]:
-        """Return the skips so far, and reset them."""
-        skips, self.skips = self.skips, []
-        return skips
-
-
-@final
 class HeldSchedulerHook(MethodOverride):
     """Suppresses a user's `lr_scheduler_step`, which may call other methods than `step()` (timm: `step_update`)."""
 
-    def __init__(self, module: LightningModule, tallies: Mapping[int, _Tally]) -> None:
+    def __init__(self, module: LightningModule, tallies: Mapping[int, Tally]) -> None:
         super().__init__(module, "lr_scheduler_step")
         self._tallies = tallies
 
@@ -115,65 +98,6 @@ class HeldSchedulerHook(MethodOverride):
         skips = [] if tally is None else tally.take()
         if not skips or not all(skip.wait() for skip in skips):
             self.inner(scheduler, metric)
-
-
-@final
-class _HeldSchedule:
-    """One held scheduler.
-
-    The scheduler's class is replaced by a subclass that overrides `step`. The scheduler gets no new attributes, because
-    its `state_dict` contains its whole `__dict__`.
-    """
-
-    def __init__(self, scheduler: LRScheduler, tally: _Tally) -> None:
-        self.optimizer = tally.optimizer
-        self._scheduler, self._tally = scheduler, tally
-        self._noted: tuple[list[Skip], tuple[Any, ...], dict[str, Any]] | None = None
-        self._base = base = type(scheduler)
-        held = self
-
-        def step(_: Any, *args: Any, **kwargs: Any) -> None:
-            held.step(*args, **kwargs)
-
-        def resolved(name: str) -> Callable[..., Any]:
-            def method(this: Any, *args: Any, **kwargs: Any) -> Any:
-                held.resolve()
-                return getattr(base, name)(this, *args, **kwargs)
-
-            return method
-
-        # A checkpoint reads the optimizer's state, with its learning rate, before the scheduler's state.
-        self._hook = self.optimizer.register_state_dict_pre_hook(lambda _: held.resolve())
-        members = {name: resolved(name) for name in ("state_dict", "load_state_dict", "get_last_lr")}
-        self._class = _modules.swap_class(scheduler, {**members, "step": step}, before_pickle=self.resolve)
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step unless all steps of the optimizer were skipped. If only the device has the flag, note the step."""
-        self.resolve()
-        skips = self._tally.take()
-        known = [skip.known for skip in skips]
-        if not skips or False in known:
-            self._base.step(self._scheduler, *args, **kwargs)
-        elif None in known:
-            self._noted = (skips, args, kwargs)
-
-    def resolve(self) -> None:
-        """Decide the noted step. This waits for the device."""
-        if self._noted is None:
-            return
-        (skips, args, kwargs), self._noted = self._noted, None
-        if not all(skip.wait() for skip in skips):
-            kind = self._base if isinstance(self._scheduler, self._base) else type(self._scheduler)
-            kind.step(self._scheduler, *args, **kwargs)
-
-    def close(self) -> None:
-        """Restore the scheduler's class, unless other code has changed it since."""
-        try:
-            self.resolve()
-        finally:
-            self._hook.remove()
-            if type(self._scheduler) is self._class:
-                self._scheduler.__class__ = self._base  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _looks_at_rates(owner: Callback | LightningModule) -> bool:

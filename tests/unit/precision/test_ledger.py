@@ -11,22 +11,22 @@ from support import quiet_trainer
 
 from lightning_amp import DynamicLossScaler
 from lightning_amp.findings import StepRecord
-from lightning_amp.precision._ledger import Ledger, find_entry
+from lightning_amp.precision._ledger import TrainerLedger, find_entry
 
 LAST = StepRecord(6, 0, 64.0, 32.0, True, "gradient")
 
 
-def used() -> tuple[Ledger, DynamicLossScaler]:
+def used() -> tuple[TrainerLedger, DynamicLossScaler]:
     """Return a ledger and a scaler after some steps."""
-    ledger, scaler = Ledger(None, str), DynamicLossScaler(32.0)
+    ledger, scaler = TrainerLedger(None, str), DynamicLossScaler(32.0)
     ledger.log.restore(5, 2, ["loss", "gradient"], LAST)
     x = torch.ones(2, dtype=torch.float16, requires_grad=True)
     ledger.derivatives.grad(scaler, x.sum(), x)
     return ledger, scaler
 
 
-def fresh() -> tuple[Ledger, DynamicLossScaler]:
-    return Ledger(None, str), DynamicLossScaler()
+def fresh() -> tuple[TrainerLedger, DynamicLossScaler]:
+    return TrainerLedger(None, str), DynamicLossScaler()
 
 
 def test_a_state_goes_round() -> None:
@@ -79,7 +79,7 @@ def test_somebody_elses_scaler_keeps_what_it_was_given(caplog: pytest.LogCapture
 )
 def test_one_wrong_entry_changes_nothing(key: str, value: Any) -> None:
     ledger, scaler = used()
-    state = Ledger(None, str).state(DynamicLossScaler(4.0)) | {"derivative_scale": [2.0, 0.0]} | {key: value}
+    state = TrainerLedger(None, str).state(DynamicLossScaler(4.0)) | {"derivative_scale": [2.0, 0.0]} | {key: value}
     before = copy.deepcopy(ledger.state(scaler))
     with pytest.raises(ValueError, match=rf"`checkpoint\.{key}"):
         ledger.load(state, scaler, "checkpoint")
