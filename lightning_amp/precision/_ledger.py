@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from typing_extensions import final
+from typing_extensions import final, override
 
+from lightning_amp import _messages
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.scaling import Ledger
 
@@ -38,6 +39,13 @@ class TrainerLedger(Ledger):
     def knows(self, trainer: Any) -> bool:
         """Return whether the last fit was one of this Trainer."""
         return self._last_trainer is not None and self._last_trainer.knows(trainer)
+
+    @override
+    def load(self, state: dict[str, Any], scaler: torch.amp.GradScaler | None, name: str) -> list[str]:
+        sentences = super().load(state, scaler, name)
+        for sentence in sentences:
+            _messages.info(sentence)
+        return sentences
 
 
 def find_entry(checkpoint: dict[str, Any]) -> str | None:

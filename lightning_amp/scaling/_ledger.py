@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 
-from lightning_amp import _messages
 from lightning_amp._compat import _torch
 from lightning_amp._text import literal
 from lightning_amp.findings import StepPrecision, StepRecord
@@ -74,10 +73,10 @@ class Ledger:
             **({} if derivative_scale is None else {_DERIVATIVES: derivative_scale}),
         }
 
-    def load(self, state: dict[str, Any], scaler: torch.amp.GradScaler | None, name: str) -> None:
+    def load(self, state: dict[str, Any], scaler: torch.amp.GradScaler | None, name: str) -> list[str]:
         """Continue from :meth:`state`, or from a bare `GradScaler` state, which errors call `name`.
 
-        If an entry is missing or wrong, it changes nothing and raises a `ValueError`.
+        Return a sentence for each setting of the scaler that stays as the user passed it. If an entry is missing or wrong, it changes nothing and raises a `ValueError`.
         """
         saved = Saved(state, name)
         ours = "num_steps" in saved or "scaler" in saved
@@ -93,14 +92,15 @@ class Ledger:
                 self.derivatives.load(saved, _DERIVATIVES)
             self.log.restore(*counters)
         if scaler is not None and scaler_state:  # fp16 from a bf16 checkpoint starts with a new scale
-            _load_scaler(scaler, scaler_state)
+            return _load_scaler(scaler, scaler_state)
+        return []
 
 
 def _skip_limit(scaler: torch.amp.GradScaler | None) -> int:
     return scaler.max_consecutive_skips if isinstance(scaler, DynamicLossScaler) else 64
 
 
-def _load_scaler(scaler: torch.amp.GradScaler, state: dict[str, Any]) -> None:
+def _load_scaler(scaler: torch.amp.GradScaler, state: dict[str, Any]) -> list[str]:
     if isinstance(scaler, DynamicLossScaler):
         passed = scaler.overridden(state)
     else:  # settings that differ from torch's defaults must come from the user
@@ -108,11 +108,11 @@ def _load_scaler(scaler: torch.amp.GradScaler, state: dict[str, Any]) -> None:
         mine = {name: getattr(scaler, f"get_{name}")() for name in defaults}
         passed = {n: (v, state[n]) for n, v in mine.items() if v != defaults[n] and state.get(n, v) != v}
         state = {**state, **{name: value for name, (value, _) in passed.items()}}
-    for setting, (mine, theirs) in passed.items():
-        _messages.info(
-            f"lightning_amp: `{setting}={literal(mine)}`, as passed, is used; the checkpoint had {literal(theirs)}."
-        )
     scaler.load_state_dict(state)
+    return [
+        f"lightning_amp: `{setting}={literal(mine)}`, as passed, is used; the checkpoint had {literal(theirs)}."
+        for setting, (mine, theirs) in passed.items()
+    ]
 
 
 def enabled(scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
