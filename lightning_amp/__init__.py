@@ -8,7 +8,7 @@ if _typing.TYPE_CHECKING:
     from lightning_amp.callbacks import GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
     from lightning_amp.compare import LocalDevices, PrecisionReport, compare_precisions
     from lightning_amp.findings import StepRecord
-    from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
+    from lightning_amp.precision import AmpPrecision, FabricAmpPrecision, FSDPAmpPrecision
     from lightning_amp.scaling import DynamicLossScaler
     from lightning_amp.tune import find_batch_size, find_fp32_modules
 
@@ -18,6 +18,7 @@ __all__ = [
     "AmpPrecision",
     "DynamicLossScaler",
     "FSDPAmpPrecision",
+    "FabricAmpPrecision",
     "GradientMonitor",
     "LocalDevices",
     "MetricComparison",
@@ -37,7 +38,7 @@ _PUBLIC = {
     "callbacks": ("GradientMonitor", "MetricComparison", "OverflowLocator", "ScaleMonitor"),
     "compare": ("LocalDevices", "PrecisionReport", "compare_precisions"),
     "findings": ("StepRecord",),
-    "precision": ("AmpPrecision", "FSDPAmpPrecision"),
+    "precision": ("AmpPrecision", "FSDPAmpPrecision", "FabricAmpPrecision"),
     "scaling": ("DynamicLossScaler",),
     "tune": ("find_batch_size", "find_fp32_modules"),
 }

@@ -341,3 +341,29 @@ def peak_of_allocations(profile: Any) -> int:
 def is_profiling() -> bool:
     """Return whether a torch profiler is running in this thread. Starting a second one would end it."""
     return bool(torch.autograd._profiler_enabled())
+
+
+def leaves(tensor: Tensor) -> list[Tensor]:
+    """Return the leaves that a backward of a tensor adds gradients to. Remove when torch lists them."""
+    seen, below = set(), [tensor.grad_fn]
+    found: list[Tensor] = []
+    while below:
+        node: Any = below.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        below += [following for following, _ in node.next_functions]
+    return found
+
+
+# --- wrappers of optimizers ------------------------------------------------------------------------------------------
+
+_WRAPPERS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers", "accelerate.optimizer")
+
+
+def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the user's optimizer behind a wrapper of Fabric or Accelerate. Remove when both have one public name."""
+    modules = {base.__module__ for base in type(optimizer).__mro__}
+    return optimizer.optimizer if modules.intersection(_WRAPPERS) else optimizer

@@ -42,6 +42,11 @@ class StepRecord:
     reason: StepReason
     precision: StepPrecision = ""
 
+    @property
+    def applied(self) -> bool:
+        """Return whether the optimizer has moved the weights: the opposite of `skipped`."""
+        return not self.skipped
+
 
 def fallbacks(records: Iterable[StepRecord]) -> list[StepRecord]:
     """Return the first step in each precision that a fallback has reached."""

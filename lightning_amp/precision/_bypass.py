@@ -1,4 +1,4 @@
-"""Handle calls that bypass the plugin: the user's own calls of the scaler, and steps of an optimizer alone."""
+"""Redirect the user's own calls of the scaler to the plugin."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import final, override
 
 from lightning_amp._compat import _lightning, _torch
 from lightning_amp.casting import MethodOverride
-from lightning_amp.scaling import BackwardWatch, OptimizerSteps, Scaled, Unscaled, has_gradients
+from lightning_amp.scaling import Advice, OptimizerSteps
 
 
 @final
@@ -141,67 +140,12 @@ def _as_lists(outputs: Any) -> Any:
     return type(outputs)(map(_as_lists, outputs)) if isinstance(outputs, (list, tuple)) else [*map(_as_lists, outputs)]
 
 
-@final
-class BypassedSteps:
-    """Raises an error before an optimizer step that bypasses the plugin while its gradients are scaled.
-
-    Without the error, such a step would silently move the weights by the gradients times the scale. Torch calls it for
-    each step of every optimizer, through its public registry of step hooks, until :meth:`detach`. Steps of the plugin
-    pass, and so do steps on gradients that are not scaled. The plugin records the scale of its own optimizers'
-    gradients; for other optimizers, the hooks on their backwards record it.
-
-    Cost: two calls per optimizer step. Without loss scaling, it is not installed.
-    """
-
-    only_looks = True  # a step without other hooks may still be decided on the device
-
-    def __init__(self, steps: OptimizerSteps, watch: BackwardWatch) -> None:
-        self._steps, self._watch = steps, watch
-        self._handles = [register_optimizer_step_pre_hook(self), register_optimizer_step_post_hook(self)]
-
-    def detach(self) -> None:
-        """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._watch.detach()
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Check before and after every step of any optimizer.
-
-        The check after a step is needed because its closure may have run a scaled backward.
-        """
-        steps = self._steps
-        if steps.stepping:
-            return
-        state = steps.gradients.known_state(optimizer)
-        if state is None:
-            scale, unscaled = steps.gradients.scale_of_unknown(optimizer), False
-        else:
-            form = state.form
-            unscaled = isinstance(form, Unscaled) and form.found_inf is not None
-            scale = form.scale if isinstance(form, Scaled) else state.used_scale if unscaled else None
-        if scale is not None and has_gradients(optimizer):
-            raise RuntimeError(self._message(optimizer, float(scale), known=state is not None, unscaled=unscaled))
-
-    def _message(self, optimizer: Optimizer, scale: float, *, known: bool, unscaled: bool) -> str:
-        if unscaled:
-            why = "which therefore cannot skip it if its gradients have overflowed"
-        else:
-            why = f"while its gradients are multiplied by the loss scale ({scale:.10g}), and nothing has checked them"
-        if self._watch.scale is not None:
-            fix = (
-                "It was called inside the backward: step after it, by `step()` of what `self.optimizers()` returns, or"
-                " use precision 'bf16', which needs no loss scale"
-            )
-        elif known:
-            fix = (
-                "Call `step()` of what `self.optimizers()` returns, not of its `.optimizer`, nor with"
-                " `use_pl_optimizer=False`"
-            )
-        else:
-            fix = (
-                "Return it from `configure_optimizers`, and call `step()` of what `self.optimizers()` returns (several"
-                " optimizers need `self.automatic_optimization = False`)"
-            )
-        return f"`{type(optimizer).__name__}.step()` was called past the precision plugin, {why}. {fix}."
+BYPASSED = Advice(
+    "the precision plugin",
+    "It was called inside the backward: step after it, by `step()` of what `self.optimizers()` returns, or use"
+    " precision 'bf16', which needs no loss scale",
+    "Call `step()` of what `self.optimizers()` returns, not of its `.optimizer`, nor with `use_pl_optimizer=False`",
+    "Return it from `configure_optimizers`, and call `step()` of what `self.optimizers()` returns (several optimizers"
+    " need `self.automatic_optimization = False`)",
+)
+"""Advice for an optimizer that is stepped alone."""

@@ -55,6 +55,16 @@ def say_first_line(
     _messages.info(f"lightning_amp: {', '.join(parts)}; {ending}.")
 
 
+def say_parts(
+    choice: Choice, device_type: str, why: str, scaler: torch.amp.GradScaler | None, *, skips: bool, resumed: bool
+) -> None:
+    """Log precision, device and scaler in Fabric. For the arguments see :func:`say_first_line`."""
+    parts = [_precision_on(choice, device_type, why, resumed)]
+    if scaler is not None:
+        parts.append(_scale(scaler, resumed))
+    _messages.info(f"lightning_amp: {', '.join(parts)}; non-finite steps are {'skipped' if skips else 'taken'}.")
+
+
 def _precision_on(choice: Choice, device_type: str, why: str, resumed: bool) -> str:
     autocast = "bf16" if choice.name == "fp8" else choice.name
     what = f"{autocast} autocast on {device_type}" if choice.mixed else f"fp32 on {device_type}, no autocast"

@@ -21,11 +21,18 @@ from lightning_amp._compat import _lightning, _modules
 from lightning_amp.casting import Choice, Rule, SharedCopies
 from lightning_amp.precision import _refusals
 from lightning_amp.precision._anomaly import AnomalyCheck
-from lightning_amp.precision._bypass import BypassedSteps, ScalerByHand
+from lightning_amp.precision._bypass import BYPASSED, ScalerByHand
 from lightning_amp.precision._clipping import FoldPlan
 from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._fp8 import Fp8
-from lightning_amp.scaling import BackwardWatch, HalfGradientsError, OptimizerSteps, RecordLog, StepPlan
+from lightning_amp.scaling import (
+    BackwardWatch,
+    BypassedSteps,
+    HalfGradientsError,
+    OptimizerSteps,
+    RecordLog,
+    StepPlan,
+)
 from lightning_amp.skipped_steps import BufferPlace, SkipProtection, matching_places
 
 REPLACEABLE = ("forward_context", "autocast_context_manager", "clip_grad_by_norm")
@@ -220,7 +227,7 @@ class Fit:
         if watch is not None and self.steps.scaler is not None:
             scaler, calls = self.steps.scaler, (self._note_backward, self._skip_left_out)
             by_hand = ScalerByHand(scaler, self.steps, self._plugin, self._module, *calls)
-            self._guards = [by_hand, BypassedSteps(self.steps, watch)]
+            self._guards = [by_hand, BypassedSteps(self.steps, watch, BYPASSED)]
 
     def change_scaler(self, scaler: torch.amp.GradScaler | None, *, mixed: bool) -> None:
         """Go on in another precision, between two batches.

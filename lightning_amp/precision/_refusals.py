@@ -128,9 +128,9 @@ def half_in_a_step(module: nn.Module) -> str:
     )
 
 
-def describe_nonfinite_gradients(module: nn.Module) -> str:
+def describe_nonfinite_gradients(*modules: nn.Module) -> str:
     """Name the first parameters whose gradients are not finite; empty if none are, or they are gone."""
-    names = nonfinite_gradients(dict(module.named_parameters()))
+    names = nonfinite_gradients(dict(pair for module in modules for pair in module.named_parameters()))
     return f"The first parameters with non-finite gradients are {_names(names)}" if names else ""
 
 
@@ -170,10 +170,10 @@ def require_strategy(plugin: Any, strategy: Any) -> None:
     elif isinstance(strategy, (XLAStrategy, SingleDeviceXLAStrategy)):
         fix = _XLA
     elif isinstance(strategy, FSDPStrategy) and not sharded:
-        fix = FP8_SHARDED if plugin.fp8_recipe else f"use `lightning_amp.{_as_written('FSDPAmpPrecision', plugin)}`"
+        fix = FP8_SHARDED if plugin.fp8_recipe else f"use `lightning_amp.{as_written('FSDPAmpPrecision', plugin)}`"
     elif sharded and not isinstance(strategy, FSDPStrategy):
         fix = (
-            f"use `lightning_amp.{_as_written('AmpPrecision', plugin)}`, which takes the same arguments except"
+            f"use `lightning_amp.{as_written('AmpPrecision', plugin)}`, which takes the same arguments except"
             " `reduce_dtype` (it is for FSDP2, `ModelParallelStrategy`, too), or the strategy 'fsdp'"
         )
     else:
@@ -188,7 +188,8 @@ def require_trainer(plugin: Any, module: Any) -> None:
     """
     if not isinstance(module, LightningModule) or module.fabric is not None or not _has_trainer(module):
         raise TypeError(
-            f"`{plugin!r}` is a plugin for `L.Trainer`, which owns the optimizer step; {_in_fabric(plugin)}."
+            f"`{plugin!r}` is a plugin for `L.Trainer`, which owns the optimizer step. In Fabric, where you write the"
+            f" step, use `L.Fabric(plugins=[lightning_amp.{as_written('FabricAmpPrecision', plugin)}])`."
         )
 
 
@@ -199,18 +200,6 @@ def _has_trainer(module: LightningModule) -> bool:
         return False
 
 
-def _in_fabric(plugin: Any) -> str:
-    text = "in Fabric, where you write the step yourself, use"
-    if plugin.precision != "16-mixed":
-        return f"{text} `L.Fabric(precision={plugin.precision!r})`"
-    # on the CPU, Fabric does not accept a precision string
-    scaler = f"plugins=[MixedPrecision('16-mixed', {plugin.device!r}, DynamicLossScaler())]"
-    return (
-        f"{text} `L.Fabric({scaler})` with `lightning.fabric.plugins.MixedPrecision` and"
-        " `lightning_amp.DynamicLossScaler`"
-    )
-
-
-def _as_written(name: str, plugin: Any) -> str:
+def as_written(name: str, plugin: Any) -> str:
     """Return the code that makes this plugin, with another class name."""
     return f"{name}{repr(plugin).removeprefix(type(plugin).__name__)}"

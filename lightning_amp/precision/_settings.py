@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import nn
 from typing_extensions import final
 
 from lightning_amp._arguments import require
@@ -129,3 +130,12 @@ def pick_on_all_ranks(module: LightningModule, device: torch.device) -> tuple[Ch
     strategy = module.trainer.strategy
     picked = Choice.pick(device, module) if strategy.is_global_zero else None
     return strategy.broadcast(picked) or Choice.pick(device, module)
+
+
+def pick_for_all_ranks(module: nn.Module, device: torch.device) -> tuple[Choice, str]:
+    """Pick the precision for `"auto"` in Fabric, and give the reason; rank 0 decides for all."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return Choice.pick(device, module)
+    picked = [Choice.pick(device, module) if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(picked)
+    return picked[0] or Choice.pick(device, module)

@@ -19,7 +19,7 @@ from lightning_amp._urls import open_to_read
 from lightning_amp.findings import StepPrecision, StepReason, StepRecord, before_fallback, describe_fallbacks, fallbacks
 from lightning_amp.reports._scale_drawing import plot_history
 from lightning_amp.reports._table import Table
-from lightning_amp.scaling import POLICY_SETTINGS, Saved, replay_policy, scaler_of_policy
+from lightning_amp.scaling import POLICY_SETTINGS, RecordLog, Saved, replay_policy, scaler_of_policy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -143,6 +143,21 @@ class ScaleHistory(Table[StepRecord]):
         return _history_of(before_fallback(list(self))) if self.fallbacks else self
 
     # -- writing -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def following(cls, log: RecordLog) -> ScaleHistory:
+        """Return a history that receives all records to come, in a loop without `ScaleMonitor`.
+
+        .. code-block:: python
+
+            history = ScaleHistory.following(amp.records)
+            ...
+            amp.flush()
+            history.to_csv("scale_history.csv")
+        """
+        history = cls()
+        log.subscribe(history.extend)
+        return history
 
     def extend(self, records: Iterable[StepRecord]) -> None:
         """Add records in their order."""

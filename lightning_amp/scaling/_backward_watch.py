@@ -50,9 +50,12 @@ class BackwardWatch:
             if first is not None:
                 self._spokesmen[id(optimizer)] = first
                 self._watch(first)
+        self.watch(parameter for parameter in others if id(parameter) not in known)
+
+    def watch(self, others: Iterable[Any]) -> None:
+        """Watch more parameters, of no known optimizer."""
         for parameter in others:
-            if id(parameter) not in known:
-                self._watch(parameter)
+            self._watch(parameter)
 
     def _watch(self, parameter: Any) -> None:
         if id(parameter) in self._handles or not parameter.requires_grad or not parameter.is_leaf:
@@ -74,6 +77,19 @@ class BackwardWatch:
 
         hooks = parameter.register_hook(note_derivative), parameter.register_post_accumulate_grad_hook(note_gradient)
         self._handles[key] = hooks
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Watch one parameter of an optimizer that is known from now on, instead of all."""
+        mine = [p for p in parameters(optimizer) if p.requires_grad and p.is_leaf]
+        first = next((p for p in mine if p.grad is not None), mine[0] if mine else None)
+        if first is None:
+            return
+        self._spokesmen[id(optimizer)] = first
+        self._watch(first)
+        needed = {id(p) for p in self._spokesmen.values()}
+        for key in {id(p) for p in mine} - needed:
+            for handle in self._handles.pop(key, ()):
+                handle.remove()
 
     @property
     def scale(self) -> Tensor | None:

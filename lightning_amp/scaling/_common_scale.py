@@ -27,6 +27,8 @@ class CommonScale:
     unscale, clip and step may come in any order, for any number of optimizers, and an exception may come between them.
     """
 
+    _backward_call = "self.manual_backward(loss)"
+
     def __init__(
         self,
         optimizers: Iterable[Optimizer],
@@ -37,6 +39,7 @@ class CommonScale:
         self._states = {id(optimizer): GradientState(optimizer, i) for i, optimizer in enumerate(optimizers)}
         self._log = log
         self._all_reduce_max, self._reduces_on = all_reduce_max, device
+        self._expects_more = False
 
     def use(self, scaler: torch.amp.GradScaler | None, watch: BackwardWatch | None) -> None:
         """Begin with an enabled scaler, or none; `watch` records which gradients came from a scaled backward."""
@@ -47,10 +50,18 @@ class CommonScale:
         """Read the scale again, after other code has set it. This waits for the device."""
         self._first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
 
+    def call_backward(self, call: str) -> None:
+        """Set the user's call of a scaled backward, for errors."""
+        self._backward_call = call
+
+    def expect_more(self, more: bool) -> None:
+        """Record whether another optimizer is to come."""
+        self._expects_more = more
+
     @property
     def num_optimizers(self) -> int:
-        """Return the number of optimizers seen so far."""
-        return len(self._states)
+        """Return the number of optimizers seen so far, and one more if another is to come."""
+        return len(self._states) + self._expects_more
 
     def state(self, optimizer: Optimizer, if_unknown: Form = UNCHECKED) -> GradientState:
         """Return the state of an optimizer; a new optimizer gets the next index.
@@ -128,7 +139,7 @@ class CommonScale:
         """Unscale scaled gradients and check them."""
         state.unfold()
         if isinstance(state.form, Scaled):
-            self._require_scaled(state)
+            self.require_scaled(state)
             scale, shared = state.form.scale, self._true_elsewhere(state)
             state.unscale_(scale, shared, may_overflow=self._may_be_below_one())
 
@@ -145,7 +156,7 @@ class CommonScale:
         if isinstance(state.form, Scaled):
             if self._true_elsewhere(state):
                 return False
-            self._require_scaled(state)
+            self.require_scaled(state)
         may_overflow = max_norm is None and isinstance(state.form, Scaled) and self._may_be_below_one()
         return state.fold(max_norm, may_overflow=may_overflow)
 
@@ -154,12 +165,12 @@ class CommonScale:
         if self._all_reduce_max is not None:
             state.agree(self._all_reduce_max, self._reduces_on)
 
-    def _require_scaled(self, state: GradientState) -> None:
+    def require_scaled(self, state: GradientState) -> None:
         """Refuse to divide gradients by the scale if the user's own backward has not multiplied them."""
         if self.watch is not None and self.watch.came_plain(state.optimizer):
             raise RuntimeError(
                 f"Gradients of `{type(state.optimizer).__name__}` come from `loss.backward()`, which does not multiply"
-                " them by the loss scale. Call `self.manual_backward(loss)` for each loss."
+                f" them by the loss scale. Call `{self._backward_call}` for each loss."
             )
 
     def _true_elsewhere(self, state: GradientState) -> set[int]:

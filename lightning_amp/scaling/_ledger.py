@@ -76,7 +76,8 @@ class Ledger:
     def load(self, state: dict[str, Any], scaler: torch.amp.GradScaler | None, name: str) -> list[str]:
         """Continue from :meth:`state`, or from a bare `GradScaler` state, which errors call `name`.
 
-        Return a sentence for each setting of the scaler that stays as the user passed it. If an entry is missing or wrong, it changes nothing and raises a `ValueError`.
+        Return a sentence for each setting of the scaler that stays as the user passed it. If an entry is missing or
+        wrong, it changes nothing and raises a `ValueError`.
         """
         saved = Saved(state, name)
         ours = "num_steps" in saved or "scaler" in saved

@@ -69,6 +69,10 @@ class Saved:
             fields: tuple[str, ...] = vars(kind)["_fields"]
             raise self.wrong(key, f"a list of rows of {len(fields)} values") from error
 
+    def record_if_any(self, key: str) -> StepRecord | None:
+        """Return a step, or `None` if there is no such entry."""
+        return self.record(key) if key in self else None
+
     def record(self, key: str) -> StepRecord | None:
         """Return a step, or `None`."""
         value = self.any(key)

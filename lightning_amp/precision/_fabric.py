@@ -1,0 +1,275 @@
+"""`FabricAmpPrecision`: the optimizer step of `AmpPrecision` for Lightning Fabric.
+
+This file translates the hooks of Fabric. `_fabric_modules.py` holds what happens around forwards;
+`scaling/_scaled_steps.py` runs backwards and steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from lightning.fabric.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_amp._arguments import require_bool
+from lightning_amp.casting import Canonical, Choice, checked_module_rules
+from lightning_amp.findings import StepRecord
+from lightning_amp.precision import _refusals
+from lightning_amp.precision._fabric_modules import FabricModules, device_of
+from lightning_amp.precision._first_line import say_parts
+from lightning_amp.precision._settings import Settings, pick_for_all_ranks
+from lightning_amp.scaling import Advice, RecordLog, Saved, ScaledSteps, enabled
+from lightning_amp.skipped_steps import checked_buffer_rules
+
+Target = TypeVar("Target")
+
+_IN_FABRIC = Advice(
+    "Fabric",
+    "It was called inside the backward: call `optimizer.step()` after `fabric.backward(loss)`",
+    "Call `step()` of the optimizer that `fabric.setup` has returned",
+    "Pass the optimizer to `fabric.setup(model, optimizer)`, or to `fabric.setup_optimizers`, and call `step()` of what"
+    " it returns",
+)
+
+
+class FabricAmpPrecision(Precision):
+    r"""Precision plugin for Fabric: autocast and loss scaling that change rounding, speed and memory, and nothing else.
+
+    .. code-block:: python
+
+        amp = FabricAmpPrecision("fp16")
+        fabric = L.Fabric(plugins=[amp])
+        model, optimizer = fabric.setup(model, optimizer)
+
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        amp.on_applied(scheduler.step)
+        fabric.save(path, {"model": model, "optimizer": optimizer, "amp": amp})
+
+    It runs the step of :class:`AmpPrecision`. Fused optimizers can be clipped, and closures and accumulation work. All
+    optimizers share one loss scale, which moves once per round: when all optimizers have stepped, or one of them steps
+    again. All ranks skip together. A skipped step also restores the statistics of normalisation layers. A clip of
+    gradients that are not finite changes nothing and returns 0, and the step is skipped.
+
+    Inputs of the model are not rounded: only autocast rounds, inside. Outputs are float32. Code outside of the model,
+    such as the loss, runs in fp32, or under `with fabric.autocast():`.
+
+    The settings take effect at the first forward of a module that was set up. Until then the device is not known.
+
+    Args:
+        precision: See :class:`AmpPrecision`, also for the other arguments.
+        scaler: `None`, a `DynamicLossScaler`, any `torch.amp.GradScaler`, or a float.
+        fp32_modules: Rules on the modules that were set up, each with names of its own.
+        skip_nonfinite: Skip steps with non-finite gradients in bf16 and fp32 too.
+        restore_buffers: Rules for buffers that a skipped step restores.
+        fp8_recipe: For `"fp8"` only.
+
+    Raises:
+        ValueError: For a wrong argument. At the first forward, for a precision that the device cannot run, a rule that
+            matches nothing, or trainable parameters in half precision.
+        RuntimeError: For a backward or step that bypasses Fabric while there is a loss scale.
+        FloatingPointError: During training, after 64 skips in a row.
+
+    Cost: a fused optimizer does not wait for the device, and `fabric.clip_gradients` does.
+    """
+
+    def __init__(
+        self,
+        precision: str | int | torch.dtype = "auto",
+        *,
+        scaler: torch.amp.GradScaler | float | None = None,
+        fp32_modules: Sequence[type[nn.Module] | str] = (),
+        skip_nonfinite: bool = True,
+        restore_buffers: Sequence[str] = (),
+        fp8_recipe: Any = None,
+    ) -> None:
+        self._settings = Settings(precision, None, scaler, fp8_recipe)
+        self.fp8_recipe = self._settings.fp8_recipe
+        self.fp32_modules = checked_module_rules(fp32_modules)
+        require_bool("skip_nonfinite", skip_nonfinite)
+        self.skip_nonfinite = skip_nonfinite
+        self.restore_buffers = checked_buffer_rules(restore_buffers)
+        self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # until the first step
+        self._choice, first = self._settings.first()
+        self._new: list[nn.Module] = []  # were set up since the last forward
+        self._modules: FabricModules | None = None
+        self._steps = ScaledSteps.of_plugin(
+            first, skip_nonfinite, _IN_FABRIC, "fabric.backward(loss)", self._describe_skips
+        )
+        self._loaded: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._settings.requested!r})"
+
+    def __str__(self) -> str:
+        """Return the plugin as the Trainer shows it, which says that it has an invalid type."""
+        other = _refusals.as_written("AmpPrecision", self)
+        return f"{self!r} (it is for `L.Fabric`; for a Trainer use `lightning_amp.{other}`)"
+
+    def _describe_skips(self) -> str:
+        return "" if self._modules is None else _refusals.describe_nonfinite_gradients(*self._modules.modules)
+
+    # -- what was done so far ------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision(self) -> Canonical:  # type: ignore[override]
+        """Return Lightning's name, `"16-mixed"`, `"bf16-mixed"` (for `"fp8"` too) or `"32-true"`."""
+        return (self._choice or Choice.by_instructions(torch.device(self.device))[0]).canonical
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Return the loss scaler; `None` without loss scaling."""
+        return self._steps.scaler
+
+    @property
+    def fp8_layers(self) -> Mapping[str, str | None]:
+        """Map the name of each `nn.Linear` to `None` if it runs in fp8, else to the reason."""
+        return {} if self._modules is None else dict(self._modules.fp8_layers)
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """Return the last attempted optimizer step. This waits for the device."""
+        return self._steps.last_step
+
+    @property
+    def num_steps(self) -> int:
+        """Count the applied optimizer steps. This waits for the device."""
+        return self._steps.num_steps
+
+    @property
+    def num_skipped(self) -> int:
+        """Count the skipped optimizer steps. This waits for the device."""
+        return self._steps.num_skipped
+
+    @property
+    def records(self) -> RecordLog:
+        """Return the log of all steps, for `ScaleHistory.following`."""
+        return self._steps.records
+
+    def flush(self) -> None:
+        """End the round, wait for the device, and hand all records to the subscribers."""
+        self._steps.flush()
+
+    def on_applied(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call a function once if the last step was applied; see :meth:`lightning_amp.scaling.ScaledSteps.on_applied`.
+
+        .. code-block:: python
+
+            optimizer.step()
+            amp.on_applied(scheduler.step)
+        """
+        self._steps.on_applied(call, *args, **kwargs)
+
+    def guard(self, target: Target, *methods: str) -> Target:
+        """Have a schedule or an average skip with the steps; see :meth:`lightning_amp.scaling.ScaledSteps.guard`."""
+        return self._steps.guard(target, *methods)
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Unscale the gradients of `optimizer`, to read or change them before the step."""
+        self._ready()
+        self._steps.unscale_(optimizer)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self._new.append(module)
+        return module
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return self._ready().begin_forward(data)
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self._ready().forward()
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        return self._ready().end_forward(data)
+
+    def _ready(self) -> FabricModules:
+        """Return the modules, after the settings took effect on those that were set up since."""
+        if self._modules is None:
+            if not self._new:
+                raise RuntimeError(f"`{self!r}` has no module yet: call `model, optimizer = fabric.setup(...)` first.")
+            self._modules = self._begin(device_of(self._new, self.device))
+        if self._new:
+            new, self._new = self._new, []
+            self._modules.add(new)
+            self._steps.expect((p for m in new for p in m.parameters()), self._modules.device)
+        return self._modules
+
+    def _begin(self, device: torch.device) -> FabricModules:
+        self.device = device.type
+        choice, why = self._settings.choose(device, lambda: self._pick(device))
+        scaler = self._settings.next_scaler(choice, self._steps.scaler, device.type)
+        modules = FabricModules(
+            choice, device, self.fp32_modules, self.restore_buffers, self.fp8_recipe,
+            skips=self.skip_nonfinite or enabled(scaler) is not None,
+        )  # fmt: skip
+        self._choice = choice
+        self._steps.go_on_in(choice.name, scaler)
+        self._steps.expect((), device, modules)
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self._steps.load_state_dict(loaded)
+        say_parts(choice, device.type, why, scaler, skips=modules.skips, resumed=loaded is not None)
+        return modules
+
+    def _pick(self, device: torch.device) -> tuple[Choice, str]:
+        """Pick for `"auto"`: the precision of a loaded checkpoint, or by the device."""
+        last = None if self._loaded is None else Saved(self._loaded, type(self).__name__).record_if_any("last_step")
+        if last is not None and last.precision:
+            return Choice.of(last.precision), "as in the checkpoint"
+        return pick_for_all_ranks(self._new[0], device)
+
+    # -- backward and step ---------------------------------------------------------------------------------------------
+
+    @override
+    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        modules = self._ready()
+        self._steps.watch(modules.leaves(tensor))
+        with modules.backward():
+            self._steps.backward(tensor, *args, **kwargs)
+
+    @override
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        self.unscale_(optimizer)
+
+    @override
+    def main_params(self, optimizer: Optimizer) -> Iterable[Tensor]:
+        """Return the parameters to clip: none if the step will be skipped, so that Fabric raises no error."""
+        return iter(()) if self._steps.will_skip(optimizer) else super().main_params(optimizer)  # type: ignore[return-value]
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        modules = self._ready()
+        output = self._steps.step(optimizer, **kwargs)
+        modules.forget()
+        return output
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._steps.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._modules is None and self._choice is None:
+            self._loaded = state_dict  # "auto" chooses the precision at the first forward
+        else:
+            self._steps.load_state_dict(state_dict)
+
+    @override
+    def teardown(self) -> None:
+        if self._modules is not None:
+            self._modules.detach()

@@ -1,0 +1,369 @@
+"""`ScaledSteps`: the whole optimizer step for a loop of one's own, without a Trainer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+from typing_extensions import final
+
+from lightning_amp._arguments import require, require_bool
+from lightning_amp._compat import _torch
+from lightning_amp.findings import StepRecord
+from lightning_amp.scaling._backward_watch import BackwardWatch
+from lightning_amp.scaling._bypassed_steps import Advice, BypassedSteps
+from lightning_amp.scaling._gradient_state import UNCHECKED, GradientState, Scaled
+from lightning_amp.scaling._gradients import parameters
+from lightning_amp.scaling._guards import HeldSchedule, Tally, hold_calls
+from lightning_amp.scaling._ledger import Ledger, enabled
+from lightning_amp.scaling._records import RecordLog, StepResult, merge_losses
+from lightning_amp.scaling._scaler import DynamicLossScaler
+from lightning_amp.scaling._steps import OptimizerSteps, StepPlan
+
+Target = TypeVar("Target")
+Scaler = torch.amp.GradScaler | float | None
+
+_OWN_LOOP = Advice(
+    "`ScaledSteps`",
+    "It was called inside the backward: call `steps.step(optimizer)` after it",
+    "Call `steps.step(optimizer)`",
+    "Call `steps.step(optimizer)`",
+)
+
+
+class Observer(Protocol):
+    """Is told of each backward, and of the outcome of each step."""
+
+    def note_backward(self) -> None:
+        """Handle a backward that is about to begin."""
+
+    def observe(self, result: StepResult) -> None:
+        """Handle a step."""
+
+
+@final
+class ScaledSteps:
+    """Backward, unscale and step for a training loop of your own: true gradients, and skips that leave no trace.
+
+    .. code-block:: python
+
+        from lightning_amp.scaling import DynamicLossScaler, ScaledSteps
+
+        steps = ScaledSteps(DynamicLossScaler(), [optimizer])
+        for batch in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16, cache_enabled=False):
+                loss = compute_loss(model, batch)
+            steps.backward(loss)  # with torch's GradScaler: scaler.scale(loss).backward()
+            steps.unscale_(optimizer)  # scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            steps.step(optimizer)  # scaler.step(optimizer); scaler.update()
+            steps.on_applied(scheduler.step)
+
+    It is the step of :class:`~lightning_amp.AmpPrecision`. Fused optimizers can be clipped, any number of optimizers
+    shares one loss scale, gradients accumulate over any number of backwards, and closures work. The scale moves once
+    per round: when all optimizers have stepped, or one of them steps again. In a process group, all ranks skip
+    together. It imports nothing of Lightning.
+
+    Args:
+        scaler: A :class:`DynamicLossScaler`, any `torch.amp.GradScaler`, or a float for a scale that never moves.
+            `None`, for bf16 and fp32: the loss is not scaled.
+        optimizers: All optimizers. Of one that is missing here, the first step is counted as a round of its own.
+        skip_nonfinite: Skip steps with non-finite gradients without a scaler too.
+
+    Raises:
+        ValueError: For an argument of the wrong type.
+        RuntimeError: In training, for gradients that did not come from :meth:`backward`, and for `optimizer.step()`
+            on scaled gradients.
+        FloatingPointError: In training, after 64 skips in a row (`max_consecutive_skips` of the scaler).
+
+    Cost: as :class:`~lightning_amp.AmpPrecision`. A fused optimizer does not wait for the device.
+    """
+
+    def __init__(
+        self, scaler: Scaler = None, optimizers: Iterable[Optimizer] = (), *, skip_nonfinite: bool = True
+    ) -> None:
+        scaler = DynamicLossScaler.static(scaler) if isinstance(scaler, (int, float)) else scaler
+        legal = "a `DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static scale"
+        require(scaler is None or isinstance(scaler, torch.amp.GradScaler), "scaler", legal, scaler, none="or `None`")
+        require_bool("skip_nonfinite", skip_nonfinite)
+        self.scaler: torch.amp.GradScaler | None = scaler
+        self.skip_nonfinite = skip_nonfinite
+        self._optimizers = [_torch.unwrap_optimizer(optimizer) for optimizer in optimizers]
+        self._begin_as(_OWN_LOOP, "steps.backward(loss)", str)
+
+    def _begin_as(self, advice: Advice, backward_call: str, describe_skips: Callable[[], str]) -> None:
+        self._advice, self._backward_call = advice, backward_call
+        self._ledger = Ledger(self.scaler, describe_skips)
+        self._steps: OptimizerSteps | None = None
+        self._observers: list[Observer] = []
+        self._device: torch.device | None = None
+        self._expected: set[int] = set()  # ids of parameters that an optimizer is to come for
+        self._round: set[int] = set()  # ids of the optimizers that have stepped in this round
+        self._scale: Tensor | None = None  # of the latest backward
+        self._loss: Tensor | None = None  # of the backwards so far, for optimizers that are not known yet
+        self._latest: StepResult | None = None
+        self._noted: list[tuple[StepResult, Callable[[], Any]]] = []
+        self._tallies: list[Tally] = []
+        self._schedules: list[HeldSchedule] = []
+
+    @classmethod
+    def of_plugin(
+        cls,
+        scaler: torch.amp.GradScaler | None,
+        skip_nonfinite: bool,
+        advice: Advice,
+        backward_call: str,
+        describe_skips: Callable[[], str],
+    ) -> ScaledSteps:
+        """Make the steps of a plugin, whose errors give `advice`. It tells later of parameters and optimizers."""
+        steps = cls(scaler, skip_nonfinite=skip_nonfinite)
+        steps._begin_as(advice, backward_call, describe_skips)
+        return steps
+
+    def expect(self, others: Iterable[Any], device: torch.device, *observers: Observer) -> None:
+        """Record parameters that optimizers are to come for, and the device on which all ranks agree."""
+        others = [p for p in others if p.requires_grad and id(p) not in self._expected]
+        self._expected.update(map(id, others))
+        self._device = device
+        self._observers += observers
+        if others:
+            self._started(device).gradients.expect_more(True)
+            self.watch(others)
+
+    def watch(self, others: Iterable[Any]) -> None:
+        """Watch parameters for backwards and steps that go past this object. There may be no optimizer for them."""
+        watch = None if self._steps is None else self._steps.gradients.watch
+        if watch is not None:
+            watch.watch(others)
+
+    def go_on_in(self, precision: str, scaler: torch.amp.GradScaler | None) -> None:
+        """Set the precision that records name, and the scaler, before the first backward."""
+        self.scaler = scaler
+        self._ledger.go_on_in(precision, scaler)
+
+    def _started(self, device: torch.device) -> OptimizerSteps:
+        if self._steps is None:
+            scaler, watch = enabled(self.scaler), None
+            if scaler is not None:
+                _torch.set_scaler_device(scaler, device.type)
+                watch = BackwardWatch(self._optimizers, ())
+            distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+            several = distributed and torch.distributed.get_world_size() > 1
+            reduce = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX) if several else None
+            self._steps = OptimizerSteps(
+                scaler,
+                self.skip_nonfinite,
+                self._ledger.log,
+                self._optimizers,
+                watch=watch,
+                all_reduce_max=reduce,
+                device=self._device if several else None,
+            )
+            self._steps.gradients.call_backward(self._backward_call)
+            if watch is not None:
+                bypassed = BypassedSteps(self._steps, watch, self._advice)
+                weakref.finalize(self, bypassed.detach)
+        return self._steps
+
+    # -- what was done so far ------------------------------------------------------------------------------------------
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """Return the last attempted optimizer step. This waits for the device."""
+        self._make_noted_calls()
+        return self._ledger.so_far(self.scaler)[2]
+
+    @property
+    def num_steps(self) -> int:
+        """Count the applied optimizer steps. This waits for the device."""
+        return self._ledger.so_far(self.scaler)[0]
+
+    @property
+    def num_skipped(self) -> int:
+        """Count the skipped optimizer steps. This waits for the device."""
+        return self._ledger.so_far(self.scaler)[1]
+
+    @property
+    def records(self) -> RecordLog:
+        """Return the log of all steps, for `ScaleHistory.following`."""
+        return self._ledger.log
+
+    def flush(self) -> None:
+        """End the round, wait for the device, and hand all records to the subscribers."""
+        self._make_noted_calls()
+        self._end_round()
+        self._ledger.log.flush()
+
+    # -- backward and step ---------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run `loss.backward(*args, **kwargs)` on the scaled loss, with autocast off."""
+        steps = self._started(loss.device)
+        for observer in self._observers:
+            observer.note_backward()
+        with torch.autocast(loss.device.type, enabled=False):
+            scaled = steps.scale_loss(loss)
+            self._loss = merge_losses(self._loss, loss)
+            self._scale = None if steps.scaler is None else _torch.scale_tensor(steps.scaler)
+            steps.gradients.begin_backward()
+            try:
+                scaled.backward(*args, **kwargs)
+            finally:
+                steps.gradients.end_backward()
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Unscale the gradients of `optimizer`, to read or clip them. A second call before the step changes nothing.
+
+        If they are not finite, the next step is skipped, even if you replace these values afterwards.
+        """
+        optimizer = _torch.unwrap_optimizer(optimizer)
+        steps = self._started(_device_of(optimizer))
+        self._known(steps, optimizer)
+        steps.unscale_(optimizer)
+
+    def will_skip(self, optimizer: Optimizer) -> bool:
+        """Return whether the next step will be skipped, after :meth:`unscale_`.
+
+        All ranks must call. This waits for the device.
+        """
+        steps = self._started(_device_of(optimizer))
+        state = self._known(steps, optimizer)
+        if state.found_inf is None:
+            return False
+        steps.gradients.agree(state)
+        return state.wait(asks_for_loss=False)
+
+    def step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Call `optimizer.step(**kwargs)`, unless a gradient is not finite. Return its output.
+
+        A `closure` computes the gradients: it calls `optimizer.zero_grad()` and :meth:`backward`, and returns the loss.
+        """
+        optimizer = _torch.unwrap_optimizer(optimizer)
+        self._make_noted_calls(optimizer)
+        steps = self._started(_device_of(optimizer))
+        if id(optimizer) in self._round:
+            self._end_round()
+            steps.gradients.expect_more(False)
+        self._known(steps, optimizer)
+        plan = StepPlan(fold=True, asks_for_loss=bool(self._observers))
+        with torch.autocast(_device_of(optimizer).type, enabled=False):
+            output, result = steps.step(
+                optimizer, closure or _nothing, _nothing, plan, closure_runs_backward=closure is not None, **kwargs
+            )
+        self._latest, self._loss = result, None
+        for observer in self._observers:
+            observer.observe(result)
+        for tally in self._tallies:
+            tally.observe(optimizer, result.skip)
+        self._round.add(id(optimizer))
+        if len(self._round) >= steps.gradients.num_optimizers:
+            self._end_round()
+        return output
+
+    def _known(self, steps: OptimizerSteps, optimizer: Optimizer) -> GradientState:
+        """Return the state of an optimizer's gradients; of a new one they came from the latest backward."""
+        gradients = steps.gradients
+        state = gradients.known_state(optimizer)
+        if state is not None:
+            return state
+        state = gradients.state(optimizer, UNCHECKED if self._scale is None else Scaled(self._scale))
+        if gradients.watch is not None:
+            gradients.watch.adopt(optimizer)
+            gradients.require_scaled(state)
+        if self._loss is not None:
+            state.add_loss(self._loss, may_have_none=True)
+        self._expected.difference_update(map(id, parameters(optimizer)))
+        gradients.expect_more(bool(self._expected))
+        return state
+
+    def _end_round(self) -> None:
+        self._round.clear()
+        if self._steps is not None:
+            self._steps.finish_batch()
+
+    # -- what must not happen after a skipped step ---------------------------------------------------------------------
+
+    def on_applied(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call `call(*args, **kwargs)` once if the last step was applied: `on_applied(scheduler.step)`.
+
+        This does not wait. If only the device has the result, the call happens right before the next step.
+        """
+        if self._latest is None:
+            raise RuntimeError("`on_applied` was called before the first optimizer step: call it after each step.")
+        skip = self._latest.skip
+        if skip.known is None:
+            self._noted.append((self._latest, partial(call, *args, **kwargs)))
+        elif not skip.known:
+            call(*args, **kwargs)
+
+    def guard(self, target: Target, *methods: str) -> Target:
+        """Have a schedule or an average skip with the steps, and return it.
+
+        Its methods do nothing if all optimizer steps since their last call were skipped.
+
+        Args:
+            target: An LR scheduler, a `torch.optim.swa_utils.AveragedModel`, or any other object.
+            methods: The methods that belong to a step; by default `"step"` of a scheduler, and `"update_parameters"`.
+
+        Cost: nothing for a scheduler; calls of other objects wait for the device.
+        """
+        if isinstance(target, LRScheduler) and methods in ((), ("step",)):
+            tally = Tally(target, _torch.unwrap_optimizer(target.optimizer))
+            self._schedules.append(HeldSchedule(target, tally))
+        else:
+            methods = methods or (("update_parameters",) if isinstance(target, AveragedModel) else ())
+            missing = [name for name in methods if not callable(getattr(target, name, None))]
+            if missing or not methods:
+                kind = type(target).__name__
+                raise ValueError(
+                    f"`{kind}` has no method {missing[0]!r} to guard."
+                    if missing
+                    else f"Name the method of `{kind}` that belongs to a step: `guard(ema, 'update')`."
+                )
+            tally = Tally(target, None)
+            hold_calls(target, methods, tally)
+        self._tallies.append(tally)
+        return target
+
+    def _make_noted_calls(self, optimizer: Optimizer | None = None) -> None:
+        noted, self._noted = self._noted, []
+        for result, call in noted:
+            if not result.skip.wait():
+                call()
+        for schedule in self._schedules:
+            if optimizer is None or schedule.optimizer is optimizer:
+                schedule.resolve()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale, the counts and the last step, as plain numbers and strings. This waits for the device."""
+        self.flush()
+        return self._ledger.state(self.scaler)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`, or from the state of torch's own `GradScaler`.
+
+        Raises:
+            ValueError: If an entry is missing or wrong. Nothing changes then.
+
+        """
+        self._ledger.load(state_dict, self.scaler, type(self).__name__)
+        if self._steps is not None:
+            self._steps.gradients.note_scale()
+
+
+def _nothing() -> None:
+    """Stand for a closure: the loop has computed the gradients already."""
+
+
+def _device_of(optimizer: Optimizer) -> torch.device:
+    return next((p.device for p in parameters(optimizer)), torch.device("cpu"))
