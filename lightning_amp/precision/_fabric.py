@@ -6,7 +6,7 @@ This file translates the hooks of Fabric. `_fabric_modules.py` holds what happen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from lightning_amp.precision import _refusals
 from lightning_amp.precision._fabric_modules import FabricModules, device_of
 from lightning_amp.precision._first_line import say_parts
 from lightning_amp.precision._settings import Settings, pick_for_all_ranks
-from lightning_amp.scaling import Advice, RecordLog, Saved, ScaledSteps, enabled
+from lightning_amp.scaling import Advice, RecordLog, Saved, ScaledSteps, enabled, parameters
 from lightning_amp.skipped_steps import checked_buffer_rules
 
 Target = TypeVar("Target")
@@ -245,9 +245,9 @@ class FabricAmpPrecision(Precision):
         self.unscale_(optimizer)
 
     @override
-    def main_params(self, optimizer: Optimizer) -> Iterable[Tensor]:
+    def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
         """Return the parameters to clip: none if the step will be skipped, so that Fabric raises no error."""
-        return iter(()) if self._steps.will_skip(optimizer) else super().main_params(optimizer)  # type: ignore[return-value]
+        return iter(()) if self._steps.will_skip(optimizer) else parameters(optimizer)
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

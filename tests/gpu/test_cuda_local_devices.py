@@ -10,13 +10,11 @@ from zoo.compared import TRAINER, Sea, Waves
 
 from lightning_amp import LocalDevices, compare_precisions
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 KWARGS = {**TRAINER, "accelerator": "cuda", "devices": 1}
 
 
+@pytest.mark.slow
 def test_a_run_on_each_device_at_once(tmp_path: Path) -> None:
     devices = LocalDevices()
     assert devices.num_at_once == torch.cuda.device_count()
