@@ -14,14 +14,14 @@ import torch
 from lightning.fabric.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import final, override
 
 from lightning_amp._arguments import require_bool
 from lightning_amp.casting import Canonical, Choice, checked_module_rules
 from lightning_amp.findings import StepRecord
 from lightning_amp.precision import _refusals
 from lightning_amp.precision._fabric_modules import FabricModules, device_of
-from lightning_amp.precision._first_line import say_parts
+from lightning_amp.precision._first_line import say, say_parts
 from lightning_amp.precision._settings import Settings, pick_for_all_ranks
 from lightning_amp.scaling import Advice, RecordLog, Saved, ScaledSteps, enabled, parameters
 from lightning_amp.skipped_steps import checked_buffer_rules
@@ -37,6 +37,7 @@ _IN_FABRIC = Advice(
 )
 
 
+@final
 class FabricAmpPrecision(Precision):
     r"""Precision plugin for Fabric: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
@@ -220,7 +221,7 @@ class FabricAmpPrecision(Precision):
         self._steps.expect((), device, modules)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
-            self._steps.load_state_dict(loaded)
+            say(self._steps.load(loaded, type(self).__name__))
         say_parts(choice, device.type, why, scaler, skips=modules.skips, resumed=loaded is not None)
         return modules
 
@@ -267,7 +268,7 @@ class FabricAmpPrecision(Precision):
         if self._modules is None and self._choice is None:
             self._loaded = state_dict  # "auto" chooses the precision at the first forward
         else:
-            self._steps.load_state_dict(state_dict)
+            say(self._steps.load(state_dict, type(self).__name__))
 
     @override
     def teardown(self) -> None:

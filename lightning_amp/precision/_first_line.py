@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from lightning_amp import _messages
@@ -63,6 +65,12 @@ def say_parts(
     if scaler is not None:
         parts.append(_scale(scaler, resumed))
     _messages.info(f"lightning_amp: {', '.join(parts)}; non-finite steps are {'skipped' if skips else 'taken'}.")
+
+
+def say(sentences: Iterable[str]) -> None:
+    """Log each sentence."""
+    for sentence in sentences:
+        _messages.info(sentence)
 
 
 def _precision_on(choice: Choice, device_type: str, why: str, resumed: bool) -> str:
