@@ -8,7 +8,7 @@ documentation shows and a test compares):
 
 This file translates the hooks of Lightning. `_settings.py` chooses precision and scaler. `_fit.py` runs backward, step
 and batch end. `_forward.py` makes the contexts of steps. `_fallback.py` chooses another precision for a stuck run.
-`_ledger.py` keeps records and scales from fit to fit. Without a running Trainer, the plugin only provides autocast.
+`scaling/_ledger.py` keeps records and scales. Without a running Trainer, the plugin only provides autocast.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from lightning_amp._compat import _lightning
 from lightning_amp.casting import Canonical, Choice, checked_module_rules
 from lightning_amp.findings import StepRecord
 from lightning_amp.precision import _clipping, _refusals, _upcast_parameters
+from lightning_amp.precision._entries import STOCK_KEY, find_entry
 from lightning_amp.precision._fallback import Fallback
-from lightning_amp.precision._first_line import say_first_line
+from lightning_amp.precision._first_line import say, say_first_line
 from lightning_amp.precision._fit import REPLACEABLE, Fit, Run
 from lightning_amp.precision._forward import autocast_off
-from lightning_amp.precision._ledger import STOCK_KEY, TrainerLedger, find_entry
 from lightning_amp.precision._settings import Settings, pick_on_all_ranks
-from lightning_amp.scaling import RecordLog, Saved, enabled
+from lightning_amp.scaling import Ledger, RecordLog, Saved, enabled
 from lightning_amp.skipped_steps import checked_buffer_rules
 
 
@@ -127,11 +127,11 @@ class AmpPrecision(MixedPrecision):
         self._choice, self.scaler = self._settings.first()
         self._ledger = self._new_ledger()
 
-    def _new_ledger(self) -> TrainerLedger:
+    def _new_ledger(self) -> Ledger:
         def describe_skips() -> str:
             return "" if self._run is None else _refusals.describe_nonfinite_gradients(self._run.module)
 
-        return TrainerLedger(self.scaler, describe_skips, offers_fallback=self._offers_fallback)
+        return Ledger(self.scaler, describe_skips, offers_fallback=self._offers_fallback)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.requested!r})"
@@ -399,7 +399,7 @@ class AmpPrecision(MixedPrecision):
             name = name if run.module.trainer.ckpt_path is None else f"{run.module.trainer.ckpt_path}: {name}"
             if (choice := self._fallback.resume(Saved(state_dict, name), run.device)) is not None:
                 self._go_on_in(choice)
-        self._ledger.load(state_dict, self.scaler, name)
+        say(self._ledger.load(state_dict, self.scaler, name))
         if self._fit is not None:
             self._fit.steps.gradients.note_scale()
 

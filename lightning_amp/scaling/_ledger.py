@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from typing_extensions import final
 
 from lightning_amp._compat import _torch
+from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._text import literal
 from lightning_amp.findings import StepPrecision, StepRecord
 from lightning_amp.scaling._derivative_scale import DerivativeScale
@@ -20,8 +22,9 @@ from lightning_amp.scaling._scaler import DynamicLossScaler
 _DERIVATIVES = "derivative_scale"  # saved only if the run has used it
 
 
+@final
 class Ledger:
-    """The records of all steps of a run, and the scale of its derivatives.
+    """The records of all steps of a plugin in one Trainer or loop, and the scale of its derivatives.
 
     The scaler decides how many skips in a row raise `FloatingPointError`. `describe_skips` then describes the gradients
     for its message, which mentions `fallback` if `offers_fallback`.
@@ -31,16 +34,23 @@ class Ledger:
         self, scaler: torch.amp.GradScaler | None, describe_skips: Callable[[], str], *, offers_fallback: bool = False
     ) -> None:
         self._new_log = partial(RecordLog, describe_skips=describe_skips, offers_fallback=offers_fallback)
+        self._last_trainer = LastTrainer()
         self.log = self._new_log(_skip_limit(scaler))
         self.derivatives = DerivativeScale()
 
-    def renew(self, scaler: torch.amp.GradScaler | None, *, goes_on: bool) -> None:
-        """Begin a new log, without the listeners of the last one. If the run goes on, so do its counts."""
+    def begin(self, trainer: Any, scaler: torch.amp.GradScaler | None) -> bool:
+        """Begin a fit, and return whether it continues the last fit, in the same Trainer."""
+        goes_on = self._last_trainer.goes_on(trainer)
         before, self.log = self.log, self._new_log(_skip_limit(scaler))
         if goes_on:
             self.log.restore(before.num_steps, before.num_skipped, before.streak, before.last)
         else:
             self.derivatives = DerivativeScale()
+        return goes_on
+
+    def knows(self, trainer: Any) -> bool:
+        """Return whether the last fit was one of this Trainer."""
+        return self._last_trainer.knows(trainer)
 
     def go_on_in(
         self,

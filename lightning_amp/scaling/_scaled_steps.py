@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -27,6 +28,7 @@ from lightning_amp.scaling._records import RecordLog, StepResult, merge_losses
 from lightning_amp.scaling._scaler import DynamicLossScaler
 from lightning_amp.scaling._steps import OptimizerSteps, StepPlan
 
+_LOGGER = logging.getLogger("lightning_amp")
 Target = TypeVar("Target")
 Scaler = torch.amp.GradScaler | float | None
 
@@ -104,10 +106,10 @@ class ScaledSteps:
         self._ledger = Ledger(self.scaler, describe_skips)
         self._steps: OptimizerSteps | None = None
         self._observers: list[Observer] = []
-        self._device: torch.device | None = None
+        self._reduces_on: torch.device | None = None
         self._expected: set[int] = set()  # ids of parameters that an optimizer is to come for
         self._round: set[int] = set()  # ids of the optimizers that have stepped in this round
-        self._scale: Tensor | None = None  # of the latest backward
+        self._latest_scale: Tensor | None = None  # of the latest backward
         self._loss: Tensor | None = None  # of the backwards so far, for optimizers that are not known yet
         self._latest: StepResult | None = None
         self._noted: list[tuple[StepResult, Callable[[], Any]]] = []
@@ -132,7 +134,7 @@ class ScaledSteps:
         """Record parameters that optimizers are to come for, and the device on which all ranks agree."""
         others = [p for p in others if p.requires_grad and id(p) not in self._expected]
         self._expected.update(map(id, others))
-        self._device = device
+        self._reduces_on = device
         self._observers += observers
         if others:
             self._started(device).gradients.expect_more(True)
@@ -165,7 +167,7 @@ class ScaledSteps:
                 self._optimizers,
                 watch=watch,
                 all_reduce_max=reduce,
-                device=self._device if several else None,
+                device=self._reduces_on if several else None,
             )
             self._steps.gradients.call_backward(self._backward_call)
             if watch is not None:
@@ -212,7 +214,7 @@ class ScaledSteps:
         with torch.autocast(loss.device.type, enabled=False):
             scaled = steps.scale_loss(loss)
             self._loss = merge_losses(self._loss, loss)
-            self._scale = None if steps.scaler is None else _torch.scale_tensor(steps.scaler)
+            self._latest_scale = None if steps.scaler is None else _torch.scale_tensor(steps.scaler)
             steps.gradients.begin_backward()
             try:
                 scaled.backward(*args, **kwargs)
@@ -274,7 +276,7 @@ class ScaledSteps:
         state = gradients.known_state(optimizer)
         if state is not None:
             return state
-        state = gradients.state(optimizer, UNCHECKED if self._scale is None else Scaled(self._scale))
+        state = gradients.state(optimizer, UNCHECKED if self._latest_scale is None else Scaled(self._latest_scale))
         if gradients.watch is not None:
             gradients.watch.adopt(optimizer)
             gradients.require_scaled(state)
@@ -356,9 +358,15 @@ class ScaledSteps:
             ValueError: If an entry is missing or wrong. Nothing changes then.
 
         """
-        self._ledger.load(state_dict, self.scaler, type(self).__name__)
+        for sentence in self.load(state_dict, type(self).__name__):
+            _LOGGER.info(sentence)
+
+    def load(self, state_dict: dict[str, Any], name: str) -> list[str]:
+        """Load a state that errors call `name`. Return a sentence for each setting that stays as it was passed."""
+        sentences = self._ledger.load(state_dict, self.scaler, name)
         if self._steps is not None:
             self._steps.gradients.note_scale()
+        return sentences
 
 
 def _nothing() -> None:

@@ -22,7 +22,7 @@ def test_every_public_name_works_and_nothing_else_is_public() -> None:
     contract = {
         "AmpPrecision", "FSDPAmpPrecision", "DynamicLossScaler", "StepRecord", "ScaleMonitor", "MetricComparison",
         "OverflowLocator", "GradientMonitor", "compare_precisions", "PrecisionReport", "find_batch_size",
-        "find_fp32_modules", "doctor", "LocalDevices", "__version__",
+        "find_fp32_modules", "doctor", "LocalDevices", "FabricAmpPrecision", "__version__",
     }  # fmt: skip
     public = set(lightning_amp.__all__)
     assert public <= contract

@@ -31,7 +31,7 @@ def trained(
     net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
     amp = FabricAmpPrecision(precision, scaler=DynamicLossScaler(1024.0) if precision == "fp16" else None)
     fabric = L.Fabric(accelerator="cuda", devices=1, plugins=[amp])
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 0.01, fused=fused))
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 0.01, fused=True))
     for number in range(8):
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(number)).to(fabric.device)
         optimizer.zero_grad()
