@@ -2,7 +2,7 @@
 
 python examples/fabric_gpt.py                                    fp32, bf16 and fp16, from the same seed
 python examples/fabric_gpt.py --precision fp16 --out runs        one of them, with checkpoints and the scale history
-python examples/fabric_gpt.py --precision fp16 --resume runs/fp16/step-00100.ckpt    continue from a checkpoint
+python examples/fabric_gpt.py --precision fp16 --resume runs/fp16/step-00050.ckpt    continue from a checkpoint
 torchrun --nproc-per-node=2 examples/fabric_gpt.py --precision fp16                  shard the model with FSDP2
 
 The loop is litgpt's, and Fabric owns nothing of it. Fabric's own `precision="16-mixed"` raises an error in
@@ -33,7 +33,7 @@ from lightning_amp import FabricAmpPrecision
 from lightning_amp.reports import ScaleHistory
 
 ACCUMULATE = 4  # backwards in each optimizer step
-SIZE = {"width": 64, "depth": 2, "heads": 4, "context": 64, "global_batch": 32, "steps": 150, "save_every": 50}
+SIZE = {"width": 64, "depth": 2, "heads": 4, "context": 64, "global_batch": 32, "steps": 100, "save_every": 50}
 FAST = {"width": 32, "depth": 2, "heads": 2, "context": 32, "global_batch": 16, "steps": 40, "save_every": 20}
 
 
@@ -115,6 +115,8 @@ def train(precision: str, args: argparse.Namespace) -> None:
 
     state = {"amp": amp, "model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
     history = ScaleHistory.following(amp.records)
+    if args.out:
+        (args.out / precision).mkdir(parents=True, exist_ok=True)
     if args.resume:
         fabric.load(args.resume, state)
     before = validate(fabric, model, data.val)

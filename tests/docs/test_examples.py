@@ -23,12 +23,13 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 """As tests have: the models are tiny."""
 GALLERY = {
-    "compare_digits", "ddp", "detection", "digits", "finetune", "fsdp2", "gan", "gpt", "lstm", "metric_comparison",
-    "symptoms", "vae",
+    "compare_digits", "ddp", "detection", "digits", "fabric_gpt", "finetune", "fsdp2", "gan", "gpt", "lstm",
+    "metric_comparison", "symptoms", "vae",
 }  # fmt: skip
 SIDE_BY_SIDE = {  # what is printed in fast form: the figure, its value before, a bound after, how far from fp32
     "vae": ("nats per image", 44.3, 30, 0.1),
     "lstm": ("nats per character", 4.86, 3.2, 0.02),
+    "fabric_gpt": ("nats per character", 4.85, 3.4, 0.02),
     "detection": ("F1 of the boxes", 0.0, 0.15, 0.05),
     "finetune": ("loss", 1.79, 1.72, 0.01),
     "finetune --lora": ("loss", 1.79, 1.72, 0.01),
@@ -186,6 +187,30 @@ def test_example_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
     assert accuracy > 85
     with open(tmp_path / "scale_history.csv", newline="", encoding="utf-8") as file:
         assert sum(row["skipped"] in ("True", "1") for row in csv.DictReader(file)) == skipped
+
+
+NATS = re.compile(r"nats per character ([\d.]+) -> ([\d.]+)   (\d+) of (\d+) steps skipped")
+
+
+@pytest.mark.slow
+def test_the_loop_with_fabric_shards_and_resumes(tmp_path: Path) -> None:
+    """On two ranks, from the beginning and from the checkpoint in the middle: the same model each time."""
+    example, fast = ROOT / "examples" / "fabric_gpt.py", ("--fast", "--precision", "fp16")
+    alone = run_example(example, *fast, "--out", tmp_path / "one")
+    resumed = run_example(example, *fast, "--resume", tmp_path / "one" / "fp16" / "step-00020.ckpt")
+    torchrun = (torch.distributed.run.__file__, "--standalone", "--nproc-per-node=2", *warm.as_ranks(), example, *fast)
+    sharded = [run_example(*torchrun, "--out", tmp_path / "two")]
+    sharded += [run_example(*torchrun, "--resume", tmp_path / "two" / "fp16" / "step-00020.ckpt")]
+    (first, last, skipped, steps), *others = (
+        found.groups() for printed in (alone, resumed, *sharded) if (found := NATS.search(printed))
+    )
+    assert (float(first), skipped, steps) == (pytest.approx(4.85, abs=0.02), "0", "40")
+    assert [other[1] for other in others[:1]] == [last], "resumed bit for bit"
+    assert [float(other[1]) for other in others[1:]] == pytest.approx(2 * [float(last)], abs=0.01)
+    assert [other[3] for other in others] == ["20", "40", "20"]
+    for folder in ("one", "two"):
+        with open(tmp_path / folder / "fp16" / "scale_history.csv", newline="", encoding="utf-8") as file:
+            assert list(csv.DictReader(file))[-1]["index"] == "39"
 
 
 def digits_example() -> Any:

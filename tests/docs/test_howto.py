@@ -36,6 +36,8 @@ PRINTS = {
     "huggingface": "the adapter is in the folder",
     "resume_16_mixed": "continued at loss scale 1024",
     "fsdp2": "2 ranks",
+    "fabric": "steps applied",
+    "own_loop": "steps applied",
     "train_fp8": "blocks.0.up: fp8",
     "notebook": "steps skipped",
 }
@@ -50,6 +52,8 @@ NEEDS = {
     "train_fp8": [needs_torchao],
 }
 WRITES = {
+    "fabric": ["checkpoint.ckpt"],
+    "own_loop": ["checkpoint.pt"],
     "loggers": ["logs/scale/scale_history.csv", "logs/scale.png", "logs/metrics.png", "logs/gradients.png"],
     "huggingface": ["adapter/adapter_config.json"],
 }
