@@ -5,8 +5,8 @@ python examples/fabric_gpt.py --precision fp16 --out runs        one of them, wi
 python examples/fabric_gpt.py --precision fp16 --resume runs/fp16/step-00050.ckpt    continue from a checkpoint
 torchrun --nproc-per-node=2 examples/fabric_gpt.py --precision fp16                  shard the model with FSDP2
 
-The loop is litgpt's, and Fabric owns nothing of it. Fabric's own `precision="16-mixed"` raises an error in
-`clip_gradients`, because the optimizer is fused. It also refuses FSDP2, and saves no loss scale.
+With Fabric's own `precision="16-mixed"` this loop raises an error in `clip_gradients`, because the optimizer is fused.
+Fabric also refuses that precision with FSDP2, and does not save the loss scale.
 
 `amp.on_applied(scheduler.step)` advances the schedule only if the step was applied. It does not wait for the device.
 Each rank takes its share of the same global batch, so any number of ranks trains the same model within rounding.
@@ -87,14 +87,14 @@ def validate(fabric: L.Fabric, model: nn.Module, windows: Tensor) -> float:
 def train(precision: str, args: argparse.Namespace) -> None:
     """Train from seed 0 or from a checkpoint, and print a line of results."""
     amp = FabricAmpPrecision(precision)
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     fsdp2 = ModelParallelStrategy(
         shard, data_parallel_size=ranks, tensor_parallel_size=1, save_distributed_checkpoint=False
     )
     fabric = L.Fabric(
         strategy=fsdp2 if ranks > 1 else "auto",
-        devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         plugins=[amp],
     )
     fabric.launch()
@@ -140,7 +140,8 @@ def train(precision: str, args: argparse.Namespace) -> None:
     amp.flush()
     if args.out and fabric.is_global_zero:
         history.to_csv(args.out / precision / "scale_history.csv")
-    fabric.print(f"{amp.precision:<10}  nats per character {before:.3f} -> {after:.3f}   {history.summary()}", flush=True)
+    losses = f"{before:.3f} -> {after:.3f}"
+    fabric.print(f"{amp.precision:<10}  nats per character {losses}   {history.summary()}", flush=True)
 
 
 def main() -> None:
