@@ -44,14 +44,18 @@ class FabricAmpPrecision(Precision):
     .. code-block:: python
 
         amp = FabricAmpPrecision("fp16")
-        fabric = L.Fabric(plugins=[amp])
+        fabric = L.Fabric(accelerator="cpu", plugins=[amp])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
         model, optimizer = fabric.setup(model, optimizer)
+        for batch in data.train_dataloader():
+            optimizer.zero_grad()
+            fabric.backward(model(batch).square().mean())
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            amp.on_applied(scheduler.step)
 
-        fabric.backward(loss)
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
-        optimizer.step()
-        amp.on_applied(scheduler.step)
-        fabric.save(path, {"model": model, "optimizer": optimizer, "amp": amp})
+    Save it with the model: `fabric.save(path, {"model": model, "optimizer": optimizer, "amp": amp})`.
 
     It runs the step of :class:`AmpPrecision`. Fused optimizers can be clipped, and closures and accumulation work. All
     optimizers share one loss scale, which moves once per round: when all optimizers have stepped, or one of them steps
@@ -174,13 +178,7 @@ class FabricAmpPrecision(Precision):
         self._steps.flush()
 
     def on_applied(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call a function once if the last step was applied; see :meth:`lightning_amp.scaling.ScaledSteps.on_applied`.
-
-        .. code-block:: python
-
-            optimizer.step()
-            amp.on_applied(scheduler.step)
-        """
+        """Call a function once if the last step was applied; see :meth:`lightning_amp.scaling.ScaledSteps.on_applied`."""
         self._steps.on_applied(call, *args, **kwargs)
 
     def guard(self, target: Target, *methods: str) -> Target:

@@ -1,4 +1,4 @@
-"""What happens around the forwards of modules that Fabric has set up: autocast, fp32 modules, fp8, buffers."""
+"""Run the forwards of modules that Fabric has set up: autocast, fp32 modules, fp8, buffers."""
 
 from __future__ import annotations
 

@@ -146,14 +146,9 @@ class ScaleHistory(Table[StepRecord]):
 
     @classmethod
     def following(cls, log: RecordLog) -> ScaleHistory:
-        """Return a history that receives all records to come, in a loop without `ScaleMonitor`.
+        """Return a history that receives all records to come: `ScaleHistory.following(amp.records)`.
 
-        .. code-block:: python
-
-            history = ScaleHistory.following(amp.records)
-            ...
-            amp.flush()
-            history.to_csv("scale_history.csv")
+        For Fabric and for a loop of your own, which have no `ScaleMonitor`. Call `amp.flush()` before you read it.
         """
         history = cls()
         log.subscribe(history.extend)

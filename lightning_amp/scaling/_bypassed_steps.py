@@ -17,10 +17,10 @@ from lightning_amp.scaling._steps import OptimizerSteps
 
 @final
 class Advice(NamedTuple):
-    """What the user is told to call instead, as ends of sentences without a full stop.
+    """Calls that the user is advised to make instead, as ends of sentences without a full stop.
 
     Attributes:
-        past: What the step should have gone through.
+        past: The name of the object that the step should have gone through.
         inside_backward: For a step inside a backward.
         known: For an optimizer that has stepped before.
         unknown: For any other optimizer.

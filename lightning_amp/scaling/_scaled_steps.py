@@ -59,11 +59,13 @@ class ScaledSteps:
 
         from lightning_amp.scaling import DynamicLossScaler, ScaledSteps
 
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
         steps = ScaledSteps(DynamicLossScaler(), [optimizer])
-        for batch in loader:
+        for batch in data.train_dataloader():
             optimizer.zero_grad()
-            with torch.autocast("cuda", dtype=torch.float16, cache_enabled=False):
-                loss = compute_loss(model, batch)
+            with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+                loss = model(batch).float().square().mean()
             steps.backward(loss)  # with torch's GradScaler: scaler.scale(loss).backward()
             steps.unscale_(optimizer)  # scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
