@@ -178,7 +178,7 @@ class FabricAmpPrecision(Precision):
         self._steps.flush()
 
     def on_applied(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call a function once if the last step was applied; see :meth:`lightning_amp.scaling.ScaledSteps.on_applied`."""
+        """Call a function once if the last step was applied; see :class:`lightning_amp.scaling.ScaledSteps`."""
         self._steps.on_applied(call, *args, **kwargs)
 
     def guard(self, target: Target, *methods: str) -> Target:
