@@ -20,8 +20,8 @@ from lightning_amp._arguments import require_bool
 from lightning_amp.casting import Canonical, Choice, checked_module_rules
 from lightning_amp.findings import StepRecord
 from lightning_amp.precision import _refusals
-from lightning_amp.precision._fabric_modules import FabricModules, device_of
-from lightning_amp.precision._first_line import say, say_parts
+from lightning_amp.precision._fabric_modules import FabricModules, autocast, device_of
+from lightning_amp.precision._first_line import first_line, say
 from lightning_amp.precision._settings import Settings, pick_for_all_ranks
 from lightning_amp.scaling import Advice, RecordLog, Saved, ScaledSteps, enabled, parameters
 from lightning_amp.skipped_steps import checked_buffer_rules
@@ -103,7 +103,8 @@ class FabricAmpPrecision(Precision):
         self._steps = ScaledSteps.of_plugin(
             first, skip_nonfinite, _IN_FABRIC, "fabric.backward(loss)", self._describe_skips
         )
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None  # a checkpoint for "auto", from before the first forward
+        self._first_line = ""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.requested!r})"
@@ -122,7 +123,10 @@ class FabricAmpPrecision(Precision):
     @override
     def precision(self) -> Canonical:  # type: ignore[override]
         """Return Lightning's name, `"16-mixed"`, `"bf16-mixed"` (for `"fp8"` too) or `"32-true"`."""
-        return (self._choice or Choice.by_instructions(torch.device(self.device))[0]).canonical
+        return self._settled().canonical
+
+    def _settled(self) -> Choice:
+        return self._choice or Choice.by_instructions(torch.device(self.device))[0]
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -190,6 +194,8 @@ class FabricAmpPrecision(Precision):
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
+        if self._modules is None and not self._new:  # `fabric.autocast()` alone
+            return autocast(self._settled(), self.device)
         return self._ready().forward()
 
     @override
@@ -198,15 +204,16 @@ class FabricAmpPrecision(Precision):
 
     def _ready(self) -> FabricModules:
         """Return the modules, after the settings took effect on those that were set up since."""
-        if self._modules is None:
-            if not self._new:
+        modules = self._modules
+        if modules is None or self._new:
+            if modules is None and not self._new:
                 raise RuntimeError(f"`{self!r}` has no module yet: call `model, optimizer = fabric.setup(...)` first.")
-            self._modules = self._begin(device_of(self._new, self.device))
-        if self._new:
-            new, self._new = self._new, []
-            self._modules.add(new)
-            self._steps.expect((p for m in new for p in m.parameters()), self._modules.device)
-        return self._modules
+            modules = self._modules = modules or self._begin(device_of(self._new, self.device))
+            modules.add(self._new)
+            self._steps.expect((p for m in self._new for p in m.parameters()), modules.device)
+            self._new = []
+            self._say_first_line()
+        return modules
 
     def _begin(self, device: torch.device) -> FabricModules:
         self.device = device.type
@@ -219,11 +226,16 @@ class FabricAmpPrecision(Precision):
         self._choice = choice
         self._steps.go_on_in(choice.name, scaler)
         self._steps.expect((), device, modules)
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None:
-            say(self._steps.load(loaded, type(self).__name__))
-        say_parts(choice, device.type, why, scaler, skips=modules.skips, resumed=loaded is not None)
+        if self._loaded is not None:
+            say(self._steps.load(self._loaded, type(self).__name__))
+        resumed = self._loaded is not None
+        self._first_line = first_line(choice, device.type, why, scaler, skips=modules.skips, resumed=resumed)
         return modules
+
+    def _say_first_line(self) -> None:
+        if self._first_line:
+            say([self._first_line])
+            self._first_line = ""
 
     def _pick(self, device: torch.device) -> tuple[Choice, str]:
         """Pick for `"auto"`: the precision of a loaded checkpoint, or by the device."""

@@ -36,6 +36,14 @@ def device_of(modules: Iterable[nn.Module], default: str) -> torch.device:
     return next((t.device for t in tensors), torch.device(default))
 
 
+def autocast(choice: Choice, device_type: str) -> torch.autocast:
+    """Return the context of a forward in this precision."""
+    if not choice.mixed:
+        return torch.autocast(device_type, enabled=False)
+    # torch's cache would sum the gradients of all uses of a weight in half precision
+    return torch.autocast(device_type, dtype=choice.dtype, cache_enabled=False)
+
+
 @final
 class FabricModules:
     """All modules that Fabric has set up, in one precision.
@@ -134,14 +142,8 @@ class FabricModules:
     def forward(self) -> Generator[None]:
         """Run a forward in the precision of the plugin."""
         stage = "training_step" if torch.is_grad_enabled() else "validation_step"
-        with self._layers(stage), self._autocast():
+        with self._layers(stage), autocast(self._choice, self.device.type):
             yield
-
-    def _autocast(self) -> torch.autocast:
-        if not self._choice.mixed:
-            return torch.autocast(self.device.type, enabled=False)
-        # torch's cache would sum the gradients of all uses of a weight in half precision
-        return torch.autocast(self.device.type, dtype=self._choice.dtype, cache_enabled=False)
 
     def end_forward(self, data: Any) -> Any:
         """Return the outputs in float32."""

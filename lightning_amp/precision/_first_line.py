@@ -57,14 +57,14 @@ def say_first_line(
     _messages.info(f"lightning_amp: {', '.join(parts)}; {ending}.")
 
 
-def say_parts(
+def first_line(
     choice: Choice, device_type: str, why: str, scaler: torch.amp.GradScaler | None, *, skips: bool, resumed: bool
-) -> None:
-    """Log precision, device and scaler in Fabric. For the arguments see :func:`say_first_line`."""
+) -> str:
+    """Return precision, device and scaler in Fabric. For the arguments see :func:`say_first_line`."""
     parts = [_precision_on(choice, device_type, why, resumed)]
     if scaler is not None:
         parts.append(_scale(scaler, resumed))
-    _messages.info(f"lightning_amp: {', '.join(parts)}; non-finite steps are {'skipped' if skips else 'taken'}.")
+    return f"lightning_amp: {', '.join(parts)}; non-finite steps are {'skipped' if skips else 'taken'}."
 
 
 def say(sentences: Iterable[str]) -> None:
