@@ -93,7 +93,7 @@ class Module(Troubled):
 
 
 def scaler(precision: str) -> DynamicLossScaler | None:
-    return DynamicLossScaler(2.0**14, growth_interval=3) if precision == "fp16" else None
+    return DynamicLossScaler(2.0**10, growth_interval=3) if precision == "fp16" else None
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -299,14 +299,24 @@ def test_a_backward_past_fabric(precision: str) -> None:
 
 
 @both_ways
-def test_gradients_by_hand_are_not_divided() -> None:
-    """Gradients that never passed `fabric.backward` are refused, and not divided by the scale."""
-    loop = Loop(FabricPlugins().fp16(), optimizer=plain_sgd)
-    loop.run(batches(2))
-    for parameter in loop.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(RuntimeError, match=r"fabric\.backward"):
-        loop.optimizer.step()
+@pytest.mark.parametrize("optimizer", CASES)
+def test_gradients_by_hand_are_not_divided(optimizer: str) -> None:
+    """Also where scaled gradients were before, and where the user has unscaled them."""
+
+    def train(plugin: Any) -> Any:
+        loop = Loop(plugin, optimizer=OPTIMIZERS[optimizer]).run(batches(2))
+        for index in range(3):
+            if index:
+                loop.optimizer.zero_grad()
+            if index == 2:
+                loop.backward(batches()[2])
+                loop.unscale()
+            for parameter in loop.model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.25)
+            loop.optimizer.step()
+        return loop.weights()
+
+    assert_same(train(FabricPlugins().fp16()), train(None))
 
 
 @both_ways

@@ -334,12 +334,21 @@ def test_a_raw_step_on_scaled_gradients() -> None:
 
 
 @both_ways
-def test_a_raw_backward() -> None:
-    """Gradients that were not scaled must not be divided without a word."""
-    loop = Loop(SCALERS["ours"](), plain_sgd).run(batches(1))
-    loop.loss(batches()[0]).backward()
+@pytest.mark.parametrize("optimizer", CASES)
+def test_a_raw_backward(optimizer: str) -> None:
+    """Gradients that were never scaled are not divided. Mixed with scaled ones, they are refused."""
+    make = OPTIMIZERS[optimizer]
+    loop, reference = Loop(SCALERS["ours"](), make).run(batches(1)), Loop(False, make).run(batches(1))
+    for each in (loop, reference):
+        each.loss(batches()[1]).backward()
+        each.step()
+        each.optimizer.zero_grad()
+    assert_same(loop.values(), reference.values())
+    loop.backward(loop.loss(batches()[2]))
+    loop.loss(batches()[3]).backward()
     with pytest.raises(RuntimeError, match="backward"):
         loop.step()
+    assert_same(loop.values(), reference.values())
 
 
 def test_imports_nothing_of_lightning() -> None:
