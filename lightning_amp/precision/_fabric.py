@@ -97,14 +97,25 @@ class FabricAmpPrecision(Precision):
         self.skip_nonfinite = skip_nonfinite
         self.restore_buffers = checked_buffer_rules(restore_buffers)
         self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # until the first step
-        self._choice, first = self._settings.first()
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self._choice, scaler = self._settings.first()
         self._new: list[nn.Module] = []  # were set up since the last forward
         self._modules: FabricModules | None = None
-        self._steps = ScaledSteps.of_plugin(
-            first, skip_nonfinite, _IN_FABRIC, "fabric.backward(loss)", self._describe_skips
-        )
         self._loaded: dict[str, Any] | None = None  # a checkpoint for "auto", from before the first forward
         self._first_line = ""
+        call, describe = "fabric.backward(loss)", self._describe_skips
+        self._steps = ScaledSteps.of_plugin(scaler, self.skip_nonfinite, _IN_FABRIC, call, describe)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the settings and the scaler for a pickle or a deep copy, without the modules and steps."""
+        left_out = ("_choice", "_new", "_modules", "_loaded", "_first_line", "_steps")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start_afresh()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.requested!r})"

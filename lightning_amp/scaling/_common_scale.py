@@ -39,7 +39,7 @@ class CommonScale:
         self._states = {id(optimizer): GradientState(optimizer, i) for i, optimizer in enumerate(optimizers)}
         self._log = log
         self._all_reduce_max, self._reduces_on = all_reduce_max, device
-        self._expects_more = False
+        self.expects_more = False  # whether another optimizer is to come
 
     def use(self, scaler: torch.amp.GradScaler | None, watch: BackwardWatch | None) -> None:
         """Begin with an enabled scaler, or none; `watch` records which gradients came from a scaled backward."""
@@ -56,12 +56,12 @@ class CommonScale:
 
     def expect_more(self, more: bool) -> None:
         """Record whether another optimizer is to come."""
-        self._expects_more = more
+        self.expects_more = more
 
     @property
     def num_optimizers(self) -> int:
         """Return the number of optimizers seen so far, and one more if another is to come."""
-        return len(self._states) + self._expects_more
+        return len(self._states) + self.expects_more
 
     def state(self, optimizer: Optimizer, if_unknown: Form = UNCHECKED) -> GradientState:
         """Return the state of an optimizer; a new optimizer gets the next index.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -170,6 +171,7 @@ class ScaledSteps:
                 device=self._reduces_on if several else None,
             )
             self._steps.gradients.call_backward(self._backward_call)
+            self._steps.gradients.expect_more(not self._optimizers)
             if watch is not None:
                 bypassed = BypassedSteps(self._steps, watch, self._advice)
                 weakref.finalize(self, bypassed.detach)
@@ -211,9 +213,10 @@ class ScaledSteps:
         steps = self._started(loss.device)
         for observer in self._observers:
             observer.note_backward()
-        with torch.autocast(loss.device.type, enabled=False):
+        with _autocast_off(loss.device):
             scaled = steps.scale_loss(loss)
-            self._loss = merge_losses(self._loss, loss)
+            if steps.gradients.expects_more:
+                self._loss = merge_losses(self._loss, loss)
             self._latest_scale = None if steps.scaler is None else _torch.scale_tensor(steps.scaler)
             steps.gradients.begin_backward()
             try:
@@ -250,13 +253,14 @@ class ScaledSteps:
         """
         optimizer = _torch.unwrap_optimizer(optimizer)
         self._make_noted_calls(optimizer)
-        steps = self._started(_device_of(optimizer))
+        device = _device_of(optimizer)
+        steps = self._started(device)
         if id(optimizer) in self._round:
             self._end_round()
             steps.gradients.expect_more(False)
         self._known(steps, optimizer)
         plan = StepPlan(fold=True, asks_for_loss=bool(self._observers))
-        with torch.autocast(_device_of(optimizer).type, enabled=False):
+        with _autocast_off(device):
             output, result = steps.step(
                 optimizer, closure or _nothing, _nothing, plan, closure_runs_backward=closure is not None, **kwargs
             )
@@ -371,6 +375,10 @@ class ScaledSteps:
 
 def _nothing() -> None:
     """Stand for a closure: the loop has computed the gradients already."""
+
+
+def _autocast_off(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def _device_of(optimizer: Optimizer) -> torch.device:
