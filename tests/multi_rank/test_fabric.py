@@ -62,9 +62,10 @@ def test_the_statistics_of_each_rank_are_its_own(slow: Ranks) -> None:
 
 @pytest.mark.slow
 def test_a_stuck_run_stops_on_all_ranks(slow: Ranks) -> None:
+    """Each rank of sharded parameters names the ones of its own shard."""
     one, other = (rank["stuck"] for rank in slow)
-    assert one == other
-    assert len(one) == 2
-    for message in one:
+    assert one[0] == other[0]
+    assert len(one) == len(other) == 2
+    for message in one + other:
         assert "2 optimizer steps in a row were skipped" in message
-        assert "head.weight" in message
+        assert "body.0.weight" in message

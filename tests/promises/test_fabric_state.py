@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from support.fabric import (
     slow,
     without,
 )
-from support.promises import fused_adamw, plain_adamw, plain_sgd
+from support.promises import fused_adamw, plain_adamw
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel
@@ -410,6 +412,20 @@ def test_a_plugin_used_in_a_second_fabric_begins_with_its_own_steps() -> None:
     first = Loop(plugin, trouble={1: "gradient"}).run().weights()
     second = Loop(plugin, trouble={1: "gradient"}).run().weights()
     assert_same(first, second)
+
+
+def test_nothing_is_left_of_a_plugin_that_is_gone() -> None:
+    """Neither the model, nor hooks on all optimizers of the process, nor torch's switch for compiled backwards."""
+    hooks = lambda: len(torch.optim.optimizer._global_optimizer_pre_hooks)  # noqa: E731
+    gc.collect()
+    before, switch = hooks(), getattr(torch._functorch.config, "backward_pass_autocast", None)
+    loop = Loop(FabricPlugins().fp16(), trouble={1: "gradient"}).run(edit=lambda loop: loop.clip(max_norm=1.0))
+    module, plugin = weakref.ref(loop.model.module), weakref.ref(loop.plugin)
+    assert hooks() == before + 1
+    del loop
+    gc.collect()
+    assert (module(), plugin(), hooks()) == (None, None, before)
+    assert getattr(torch._functorch.config, "backward_pass_autocast", None) == switch
 
 
 @both_ways
