@@ -368,9 +368,9 @@ def test_bad_losses_never_lower_the_scale(plugins: FabricPlugins) -> None:
     torch.testing.assert_close(plugin.scaler.get_scale(), 2.0**10)
 
 
-@pytest.mark.parametrize("optimizer", [plain_adamw, fused_adamw])
+@pytest.mark.parametrize("optimizer", [pytest.param(plain_adamw, marks=slow), fused_adamw])
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", pytest.param("fp32", marks=slow)])
 @promise(6, stock="DID NOT RAISE|non-finite|not implemented", raises=(pytest.fail.Exception, RuntimeError))
 def test_a_stuck_run_raises(plugins: FabricPlugins, precision: str, clip: bool, optimizer: Any) -> None:
     if plugins.kind == "our scaler" and precision == "fp16" and not clip:

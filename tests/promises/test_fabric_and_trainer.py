@@ -163,7 +163,7 @@ def pair_by_fabric(precision: str, optimizer: Any, order: str) -> Any:
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("order", ["bsbs", "bbss"])
+@pytest.mark.parametrize("order", ["bsbs", pytest.param("bbss", marks=slow)])
 @pytest.mark.parametrize("optimizer", CASES)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_two_optimizers(precision: str, optimizer: str, order: str) -> None:
