@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import weakref
 from collections import defaultdict
@@ -363,7 +364,12 @@ def leaves(tensor: Tensor) -> list[Tensor]:
 _WRAPPERS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers", "accelerate.optimizer")
 
 
+@functools.cache
+def is_wrapper(kind: type[Any]) -> bool:
+    """Return whether objects of a class are wrappers of Fabric or Accelerate. Remove with :func:`unwrap_optimizer`."""
+    return any(base.__module__ in _WRAPPERS for base in kind.__mro__)
+
+
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return the user's optimizer behind a wrapper of Fabric or Accelerate. Remove when both have one public name."""
-    modules = {base.__module__ for base in type(optimizer).__mro__}
-    return optimizer.optimizer if modules.intersection(_WRAPPERS) else optimizer
+    return optimizer.optimizer if is_wrapper(type(optimizer)) else optimizer

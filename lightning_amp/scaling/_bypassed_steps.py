@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import final
 
+from lightning_amp._compat import _torch
 from lightning_amp.scaling._backward_watch import BackwardWatch
 from lightning_amp.scaling._gradient_state import Scaled, Unscaled
 from lightning_amp.scaling._gradients import has_gradients
@@ -63,7 +64,7 @@ class BypassedSteps:
         The check after a step is needed because its closure may have run a scaled backward.
         """
         steps = self._steps
-        if steps.stepping:
+        if steps.stepping or _torch.is_wrapper(type(optimizer)):  # the wrapped optimizer is still to come
             return
         state = steps.gradients.known_state(optimizer)
         if state is None:
