@@ -192,7 +192,7 @@ def both(
 # the names of fused optimizers make these scenarios take a GPU's path
 SCENARIOS: Scenarios = {"ddp_fp16_norm_fused": lambda: both("fp16", clip=BY_NORM)}
 QUICK = tuple(SCENARIOS)
-SCENARIOS |= {
+SCENARIOS.update({
     "ddp_fp16_norm_unfused": lambda: both("fp16", optimizer=plain, clip=BY_NORM),
     "ddp_fp16_value_fused": lambda: both("fp16", clip=BY_VALUE),
     "ddp_fp16_statistics_fused": lambda: both("fp16", norm=True),
@@ -207,7 +207,7 @@ SCENARIOS |= {
     "fsdp_bf16_norm_unfused": lambda: both("bf16", sharded=True, optimizer=plain, clip=BY_NORM),
     "fsdp_fp16_accumulation_fused": lambda: both("fp16", sharded=True, trouble=WINDOWS, clip=BY_NORM, accumulate=3),
     "fsdp_fp16_statistics_fused": lambda: both("fp16", sharded=True, norm=True),
-}
+})  # fmt: skip
 
 
 def scenario(function: Any) -> Any:

@@ -181,8 +181,9 @@ def test_gradients_of_all_uses_are_summed_in_fp32(plugins: FabricPlugins) -> Non
 def test_one_half_copy_of_a_weight_per_step() -> None:
     """From the second step on: in the first, the package learns which weights are used again."""
     loop = Loop(FabricAmpPrecision("bf16"), ManyUses, plain_sgd)
+    casts = CountCasts()
     for _ in range(2):
-        with CountCasts() as casts:
+        with (casts := CountCasts()):
             loop.fabric.backward(loop.model(loop.fabric.to_device(batches()[0])))
         loop.optimizer.step()
     assert casts.shapes.count((FEATURES, FEATURES)) == 1
