@@ -1,0 +1,71 @@
+"""Fabric on two gloo ranks: the same weights, bit for bit, as in the Trainer, and both ranks decide alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multi_rank.fabric_scenarios import QUICK, SCENARIOS
+from multi_rank.ranks import assert_agree
+from support import assert_same
+from support.launch import launch_once, shared_folder
+
+SCRIPT = Path(__file__).parent / "fabric_scenarios.py"
+SLOW = tuple(name for name in SCENARIOS if name not in QUICK and name != "stuck")
+ONE_PER_BATCH = ["none", "loss", "loss", "none", "gradient", "none", "loss", "none", "none"]
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch_once(SCRIPT, 2, shared_folder(tmp_path_factory, "fabric-quick"), *QUICK)
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch_once(SCRIPT, 2, shared_folder(tmp_path_factory, "fabric-slow"), *SLOW, "stuck")
+
+
+def assert_as_the_trainer(name: str, ranks: Ranks) -> None:
+    assert_agree(ranks[0][name]["fabric"], ranks[1][name]["fabric"])
+    for rank in ranks:
+        fabric, trainer = rank[name]["fabric"], rank[name]["trainer"]
+        assert all(value.isfinite().all() for key in ("parameters", "optimizer", "buffers") for value in fabric[key])
+        assert_same(fabric["buffers"], trainer["buffers"])
+        assert_agree(fabric, trainer)
+        if "accumulation" not in name:
+            assert fabric["reasons"] == ONE_PER_BATCH
+            assert fabric["counts"] == (5, 4)
+        else:
+            assert fabric["counts"] == (1, 2)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_same_bits_as_the_trainer(name: str, quick: Ranks) -> None:
+    assert_as_the_trainer(name, quick)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_same_bits_as_the_trainer_in_all_kinds_of_loops(name: str, slow: Ranks) -> None:
+    assert_as_the_trainer(name, slow)
+
+
+@pytest.mark.slow
+def test_the_statistics_of_each_rank_are_its_own(slow: Ranks) -> None:
+    """Otherwise the comparison of buffers would compare little."""
+    one, other = (rank["fsdp_fp16_statistics_fused"]["fabric"]["buffers"] for rank in slow)
+    with pytest.raises(AssertionError):
+        assert_same(one, other)
+
+
+@pytest.mark.slow
+def test_a_stuck_run_stops_on_all_ranks(slow: Ranks) -> None:
+    """Each rank of sharded parameters names the ones of its own shard."""
+    one, other = (rank["stuck"] for rank in slow)
+    assert one[0] == other[0]
+    assert len(one) == len(other) == 2
+    for message in one + other:
+        assert "2 optimizer steps in a row were skipped" in message
+        assert "body.0.weight" in message

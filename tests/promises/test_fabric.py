@@ -1,0 +1,448 @@
+"""Promises 1, 2, 5, 6, 9 and 16 in Fabric: skipped steps, buffers, several optimizers, the scale.
+
+Each loop equals fp32 bit for bit, and fails with Fabric's own plugin. The models compute in fp32 under any autocast, so
+that only the optimizer step can make a difference. Promises 10 and 17 are about hooks of the Trainer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import FEATURES, assert_same, flags_on_a_device, with_batch_norm
+from support.fabric import (
+    CASES,
+    OPTIMIZERS,
+    Exact,
+    FabricPlugins,
+    Infinite,
+    Loop,
+    batches,
+    exact,
+    make_fabric,
+    optimizer_tensors,
+    promise,
+    slow,
+    without,
+)
+from support.promises import DIFFERS, fused_adamw, fused_sgd, plain_adamw, plain_sgd
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_amp import DynamicLossScaler, FabricAmpPrecision
+
+BAD: Any = {0: "gradient", 2: "loss", 5: "gradient"}
+ours = pytest.mark.parametrize("plugins", [FabricPlugins()])
+both_ways = pytest.mark.usefixtures("where_flags_live")
+
+
+# -- row 1: skipped steps ----------------------------------------------------------------------------------------------
+
+
+class Average:
+    """A moving average with an `update` method, as several packages have."""
+
+    def __init__(self, model: Any) -> None:
+        self.values = [p.detach().clone() for p in model.parameters()]
+        self.model, self.updates = model, 0
+
+    def update(self) -> None:
+        self.updates += 1
+        for value, parameter in zip(self.values, self.model.parameters(), strict=True):
+            value.lerp_(parameter.detach(), 0.25)
+
+
+class Followers:
+    """A schedule and averaged weights that follow the steps of a loop."""
+
+    def __init__(self, loop: Loop, way: str) -> None:
+        self.loop, self.way = loop, way
+        self.schedule: Any = ExponentialLR(loop.raw, 0.8)
+        self.averaged: Any = AveragedModel(loop.model.module)
+        self.ema: Any = Average(loop.model)
+        if way == "guard" and isinstance(loop.plugin, FabricAmpPrecision):
+            self.schedule = loop.plugin.guard(self.schedule)
+            self.averaged = loop.plugin.guard(self.averaged)
+            self.ema = loop.plugin.guard(self.ema, "update")
+
+    def __call__(self, loop: Loop) -> None:
+        plugin = loop.plugin
+        if not isinstance(plugin, FabricAmpPrecision) or self.way == "guard":
+            self.advance()
+        elif self.way == "on_applied":
+            plugin.on_applied(self.schedule.step)
+            plugin.on_applied(self.averaged.update_parameters, loop.model.module)
+            plugin.on_applied(self.ema.update)
+        elif plugin.last_step.applied:
+            self.advance()
+
+    def advance(self) -> None:
+        self.schedule.step()
+        self.averaged.update_parameters(self.loop.model.module)
+        self.ema.update()
+
+    def state(self) -> Any:
+        return {
+            "weights": self.loop.weights(),
+            "optimizer": optimizer_tensors(self.loop.optimizer),
+            "rate": float(self.loop.raw.param_groups[0]["lr"]),
+            "schedule": float(self.schedule.last_epoch),
+            "averaged": dict(self.averaged.state_dict()),
+            "ema": [*self.ema.values, torch.tensor(self.ema.updates)],
+        }
+
+
+def followed(plugin: Any, way: str, optimizer: Any, trouble: Any = None, data: Any = None) -> Any:
+    loop = Loop(plugin, optimizer=optimizer, trouble=trouble)
+    followers = Followers(loop, way)
+    loop.run(data, after=followers)
+    return followers.state()
+
+
+@pytest.mark.filterwarnings("error:Detected call of")  # the first step is skipped
+@pytest.mark.parametrize("optimizer", CASES)
+@pytest.mark.parametrize("way", ["guard", "on_applied", "last_step"])
+@promise(1, stock=f"{DIFFERS}|Detected call", raises=(AssertionError, UserWarning))
+def test_schedules_and_averages_see_applied_steps(plugins: FabricPlugins, way: str, optimizer: str) -> None:
+    make = OPTIMIZERS[optimizer]
+    reference = followed(None, "", make, data=without(BAD))
+    plugin = plugins.fp16()
+    assert_same(followed(plugin, way, make, BAD), reference)
+    assert (plugin.num_steps, plugin.num_skipped) == (5, 3)
+
+
+@pytest.mark.parametrize("make", [
+    lambda o: OneCycleLR(o, 0.1, total_steps=8),
+    lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    lambda o: torch.optim.lr_scheduler.SequentialLR(o, [ExponentialLR(o, 0.5), ExponentialLR(o, 0.9)], [3]),
+])  # fmt: skip
+@promise(1, stock=DIFFERS)
+def test_schedules_of_other_kinds(plugins: FabricPlugins, make: Any) -> None:
+    """One cycle changes the momentum too."""
+    bad: Any = {1: "gradient", 4: "loss"}
+
+    def run(plugin: Any, trouble: Any, data: Any) -> Any:
+        loop = Loop(plugin, optimizer=plain_adamw, trouble=trouble)
+        schedule = make(loop.raw)
+        if plugins.ours and plugin is not None:
+            schedule = plugin.guard(schedule)
+        loop.run(data, after=lambda loop: schedule.step())
+        return loop.weights(), float(loop.raw.param_groups[0]["lr"])
+
+    assert_same(run(plugins.fp16(), bad, None), run(None, {}, without(bad)))
+
+
+@both_ways
+@pytest.mark.parametrize("way", ["guard", "on_applied"])
+def test_a_call_per_several_steps_happens_if_one_was_applied(way: str) -> None:
+    plugin = FabricPlugins().fp16()
+    loop = Loop(plugin, optimizer=fused_adamw, trouble={1: "gradient", 2: "gradient", 3: "gradient", 4: "gradient"})
+    average = plugin.guard(Average(loop.model), "update") if way == "guard" else Average(loop.model)
+
+    def after(loop: Loop) -> None:
+        if loop.index % 2:
+            average.update() if way == "guard" else plugin.on_applied(average.update)
+
+    loop.run(after=after)
+    # batches 0+1, 2+3, 4+5, 6+7: the second pair was skipped; `on_applied` goes by the last step of each pair
+    assert average.updates == (3 if way == "guard" else 2)
+
+
+@both_ways
+@pytest.mark.parametrize("optimizer", CASES)
+def test_records(optimizer: str) -> None:
+    plugin = FabricPlugins().fp16()
+    seen: list[Any] = []
+    applied: list[bool] = []
+    plugin.records.subscribe(seen.extend)
+    Loop(plugin, optimizer=OPTIMIZERS[optimizer], trouble={1: "gradient", 3: "loss"}).run(
+        after=lambda loop: applied.append(plugin.last_step.applied)
+    )
+    assert [record.reason for record in seen] == ["none", "gradient", "none", "loss", *["none"] * 4]
+    assert [record.skipped for record in seen] == [not value for value in applied]
+    assert [record.scale for record in seen] == [1024.0] * 2 + [512.0] * 6
+    assert [record.next_scale for record in seen] == [1024.0] + [512.0] * 7
+    assert [record.index for record in seen] == list(range(8))
+    assert {record.precision for record in seen} == {"fp16"}
+    assert (plugin.num_steps, plugin.num_skipped, plugin.last_step) == (6, 2, seen[-1])
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@promise(1, stock=DIFFERS)
+def test_under_accumulation_a_skipped_window_leaves_no_trace(plugins: FabricPlugins) -> None:
+    """One bad batch of a window skips the step of the window."""
+    data = batches(12)
+    loop = Loop(plugins.fp16(), optimizer=fused_adamw, trouble={1: "gradient", 7: "loss"})
+    schedule = ExponentialLR(loop.raw, 0.8)
+
+    def after(loop: Loop) -> None:
+        loop.plugin.on_applied(schedule.step) if plugins.ours else schedule.step()
+
+    loop.run(data, after=after, accumulate=3)
+    reference = Loop(optimizer=fused_adamw)
+    rates = ExponentialLR(reference.raw, 0.8)
+    reference.run(without((0, 1, 2, 6, 7, 8), data), after=lambda loop: rates.step(), accumulate=3)
+    assert_same(loop.weights(), reference.weights())
+    assert_same(loop.raw.param_groups[0]["lr"], reference.raw.param_groups[0]["lr"])
+
+
+# -- row 2: buffers ----------------------------------------------------------------------------------------------------
+
+
+def normed() -> nn.Module:
+    return Exact(with_batch_norm())
+
+
+@pytest.mark.parametrize("optimizer", CASES)
+@pytest.mark.parametrize("trouble", ["gradient", "loss", "input"])
+@promise(2, stock=DIFFERS)
+def test_batch_norm_after_a_skipped_step(plugins: FabricPlugins, trouble: Any, optimizer: str) -> None:
+    make, bad = OPTIMIZERS[optimizer], {3: trouble, 7: trouble}
+    loop = Loop(plugins.fp16(), normed, make, bad).run()
+    assert_same(loop.weights(), Loop(None, normed, make).run(without(bad)).weights())
+
+
+@promise(2, stock=DIFFERS)
+def test_batch_norm_after_a_skipped_window(plugins: FabricPlugins) -> None:
+    loop = Loop(plugins.fp16(), normed, fused_adamw, {2: "input"}).run(accumulate=2)
+    assert_same(loop.weights(), Loop(None, normed, fused_adamw).run(without((2, 3)), accumulate=2).weights())
+
+
+class Queue(nn.Module):
+    """A queue of keys that each forward edits or replaces."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces, self.net = replaces, nn.Linear(FEATURES, 1)
+        self.register_buffer("queue", torch.zeros(4, FEATURES))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.replaces:
+            self.queue = self.queue.roll(1, 0)
+            self.pointer = self.pointer + 1
+        else:
+            self.pointer += 1
+        self.queue[0] = x.mean(0)
+        return self.net(x) + self.queue.mean()
+
+
+@pytest.mark.parametrize("optimizer", [plain_adamw, fused_adamw])
+@pytest.mark.parametrize("replaces", [False, True])
+@promise(38, stock=DIFFERS)
+def test_restore_buffers(plugins: FabricPlugins, replaces: bool, optimizer: Any) -> None:
+    bad: Any = {1: "input", 4: "gradient", 7: "input"}
+    plugin = plugins.fp16(settings={"restore_buffers": ["*queue", "*pointer"]})
+    loop = Loop(plugin, lambda: Exact(Queue(replaces)), optimizer, bad).run()
+    reference = Loop(None, lambda: Exact(Queue(replaces)), optimizer).run(without(bad))
+    assert_same(loop.weights(), reference.weights())
+
+
+# -- row 5: two optimizers ---------------------------------------------------------------------------------------------
+
+
+class Two:
+    """Two nets with an optimizer each; an order is a list of calls."""
+
+    def __init__(self, plugin: Any, optimizer: Any, bad: Any = ()) -> None:
+        torch.manual_seed(1)
+        self.plugin, self.bad, self.fabric, self.index = plugin, bad, make_fabric(plugin), 0
+        a, b = Exact(nn.Linear(FEATURES, 4)), Exact(nn.Linear(4, 1))
+        self.raw = optimizer(a.parameters()), optimizer(b.parameters())
+        (self.a, one), (self.b, two) = self.fabric.setup(a, self.raw[0]), self.fabric.setup(b, self.raw[1])
+        self.optimizers = one, two
+
+    def losses(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.a(batch)
+        first, second = (hidden**2).mean() * 3, (self.b(hidden) - batch.sum(1, keepdim=True)).pow(2).mean()
+        return first, (Infinite.apply(second) if self.index in self.bad else second)
+
+    def run(self, order: str, batches: Any) -> Two:
+        for batch in batches:
+            for call in ORDERS[order].split(", "):
+                verb, which, _, every = (*call.split(), "in", "1")[:4]
+                if (self.index + 1) % int(every) == 0:
+                    getattr(self, verb)(which, self.fabric.to_device(batch))
+            self.index += 1
+        return self
+
+    def of(self, which: str) -> Any:
+        return self.optimizers[int(which) - 1]
+
+    def zero(self, which: str, batch: Tensor) -> None:
+        self.of(which).zero_grad()
+
+    def backward(self, which: str, batch: Tensor) -> None:
+        losses = self.losses(batch)
+        if which == "both":
+            self.fabric.backward(losses[0], retain_graph=True)
+        self.fabric.backward(losses[which != "1"])
+
+    def step(self, which: str, batch: Tensor) -> None:
+        self.of(which).step()
+
+    def clip(self, which: str, batch: Tensor) -> None:
+        self.fabric.clip_gradients((self.a, self.b)[int(which) - 1], self.of(which), max_norm=0.3)
+
+    def closure(self, which: str, batch: Tensor) -> None:
+        def closure() -> Tensor:
+            self.zero(which, batch)
+            loss = self.losses(batch)[int(which) - 1]
+            self.fabric.backward(loss)
+            return loss
+
+        self.of(which).step(closure)
+
+    def weights(self) -> Any:
+        return [p.detach() for model in (self.a, self.b) for p in model.parameters()]
+
+
+ORDERS = {
+    "one after the other": "zero 1, backward 1, step 1, zero 2, backward 2, step 2",
+    "backwards first": "zero 1, zero 2, backward both, step 1, step 2",
+    "backwards first, reversed": "zero 1, zero 2, backward both, step 2, step 1",
+    "one twice": "zero 1, backward 1, step 1, zero 1, backward 1, step 1, zero 2, backward 2, step 2",
+    "a step without a backward": "zero 1, zero 2, backward 2, step 1, step 1, step 2",
+    "never zeroed": "backward 1, step 1, backward 2, step 2",
+    "leftovers of a GAN": "backward 1, step 1, zero 1, backward 2, step 2, zero 2",
+    "two accumulates": "zero 1, backward both, step 1, step 2 in 3, zero 2 in 3",
+    "closures": "closure 1, closure 2",
+    "clipped": "zero 1, backward 1, clip 1, step 1, zero 2, backward 2, clip 2, step 2",
+    "clipped, then accumulated": "backward 2, clip 1, clip 1, step 1 in 2, zero 1 in 2, step 2 in 2, zero 2 in 2",
+}
+
+
+@both_ways
+@pytest.mark.parametrize("growth_interval", [pytest.param(1, marks=slow), 2, pytest.param(1000, marks=slow)])
+@pytest.mark.parametrize("optimizer", CASES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_equals_fp32(order: str, optimizer: str, growth_interval: int) -> None:
+    plugin = FabricPlugins().fp16(growth_interval=growth_interval)
+    two = Two(plugin, OPTIMIZERS[optimizer]).run(order, batches())
+    assert_same(two.weights(), Two(None, OPTIMIZERS[optimizer]).run(order, batches()).weights())
+    assert plugin.num_skipped == 0
+
+
+@pytest.mark.parametrize("order", ["backwards first", "backwards first, reversed"])
+@promise(5, stock=DIFFERS)
+def test_two_optimizers_share_a_scale(plugins: FabricPlugins, order: str) -> None:
+    two = Two(plugins.fp16(1.0, growth_interval=1), plain_adamw).run(order, batches())
+    assert_same(two.weights(), Two(None, plain_adamw).run(order, batches()).weights())
+
+
+@pytest.mark.parametrize("order", ["one after the other", "backwards first", "closures"])
+@promise(5, stock=f"{DIFFERS}|Closure use", raises=(AssertionError, RuntimeError))
+def test_the_scale_grows_once_per_round(plugins: FabricPlugins, order: str) -> None:
+    plugin = plugins.fp16(growth_interval=4)
+    Two(plugin, plain_adamw).run(order, batches())
+    if plugins.ours:
+        plugin.flush()
+    torch.testing.assert_close(plugin.scaler.get_scale(), 2.0**12)
+
+
+@both_ways
+@pytest.mark.parametrize("optimizer", [plain_adamw, fused_adamw])
+def test_an_overflow_of_one_optimizer_skips_its_step_alone(optimizer: Any) -> None:
+    plugin = FabricPlugins().fp16()
+    two = Two(plugin, optimizer, bad=[2]).run("one after the other", batches())
+    reference = Two(None, optimizer)
+    for index, batch in enumerate(batches()):
+        reference.index = index
+        for which in "1" if index == 2 else "12":
+            for verb in ("zero", "backward", "step"):
+                getattr(reference, verb)(which, reference.fabric.to_device(batch))
+    assert_same(two.weights(), reference.weights())
+    assert (plugin.num_steps, plugin.num_skipped) == (15, 1)
+    assert plugin.scaler.get_scale() == 512.0
+
+
+# -- row 6: the scale --------------------------------------------------------------------------------------------------
+
+
+@promise(6, stock=DIFFERS, our_scaler=None)
+def test_bad_losses_never_lower_the_scale(plugins: FabricPlugins) -> None:
+    plugin = plugins.fp16()
+    Loop(plugin, trouble={2: "loss", 5: "loss"}).run()
+    torch.testing.assert_close(plugin.scaler.get_scale(), 2.0**10)
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param(plain_adamw, marks=slow), fused_adamw])
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", pytest.param("fp32", marks=slow)])
+@promise(6, stock="DID NOT RAISE|non-finite|not implemented", raises=(pytest.fail.Exception, RuntimeError))
+def test_a_stuck_run_raises(plugins: FabricPlugins, precision: str, clip: bool, optimizer: Any) -> None:
+    if plugins.kind == "our scaler" and precision == "fp16" and not clip:
+        pytest.fail("DID NOT RAISE: not reached, since our scaler itself raises here", pytrace=False)
+    trouble: Any = dict.fromkeys(range(80), "gradient")
+    loop = Loop(getattr(plugins, precision)(), lambda: Exact(nn.Linear(FEATURES, 1)), optimizer, trouble)
+    edit: Any = (lambda loop: loop.clip(max_norm=1.0)) if clip else None
+    with pytest.raises(FloatingPointError, match="64 optimizer steps in a row"):
+        loop.run(batches(70), edit=edit)
+
+
+@both_ways
+def test_a_stuck_run_names_parameters() -> None:
+    plugin = FabricAmpPrecision("fp16", scaler=DynamicLossScaler(max_consecutive_skips=3))
+    with pytest.raises(FloatingPointError, match=r"3 optimizer steps in a row.*net\.0\.weight"):
+        Loop(plugin, trouble=dict.fromkeys(range(8), "gradient")).run()  # pyright: ignore[reportArgumentType]
+
+
+@promise(6, stock=DIFFERS)
+def test_torchs_fused_sgd_bug(plugins: FabricPlugins) -> None:
+    """A fused SGD with momentum whose first step is skipped keeps an uninitialised buffer (torch 2.13)."""
+    torch.use_deterministic_algorithms(True)  # this fills uninitialised memory with NaN
+    try:
+        loop = Loop(plugins.fp16(), optimizer=fused_sgd, trouble={0: "gradient"}).run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same(loop.weights(), Loop(optimizer=fused_sgd).run(without([0])).weights())
+
+
+# -- row 9: nothing to do ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [plain_adamw, plain_sgd])
+@promise(9, stock="No inf checks|_scale is None", raises=AssertionError)
+def test_a_step_without_gradients(plugins: FabricPlugins, optimizer: Any) -> None:
+    loop = Loop(plugins.fp16(growth_interval=1), optimizer=optimizer)
+    before = loop.weights()
+    loop.optimizer.zero_grad()
+    loop.optimizer.step()
+    assert_same(loop.weights(), before)
+    torch.testing.assert_close(loop.plugin.scaler.get_scale(), 2.0**10)
+    loop.run()
+    assert_same(loop.weights(), Loop(optimizer=optimizer).run().weights())
+
+
+# -- row 16: exceptions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", CASES)
+@promise(16, stock="already been called|not implemented", raises=(RuntimeError, NotImplementedError))
+def test_an_exception_between_clip_and_step(plugins: FabricPlugins, optimizer: str) -> None:
+    make = OPTIMIZERS[optimizer]
+    loop = Loop(plugins.fp16(), optimizer=make)
+    loop.backward(batches()[0])
+    loop.clip(max_norm=0.1)  # then the user runs out of memory, and goes on with the next batch
+    loop.run(edit=lambda loop: loop.clip(max_norm=0.5))
+    reference = Loop(optimizer=make).run(edit=lambda loop: loop.clip(max_norm=0.5))
+    assert_same(loop.weights(), reference.weights())
+
+
+@ours
+def test_the_device_path_reads_no_flag_of_a_fused_step(plugins: FabricPlugins) -> None:
+    """On a device, a step of a fused optimizer with a guarded schedule waits for nothing."""
+    from support import CountReads
+
+    with flags_on_a_device():
+        plugin = plugins.fp16()
+        loop = Loop(plugin, exact, fused_adamw)
+        loop.run(batches(3))
+        with CountReads() as reads:
+            for batch in batches(6):
+                loop.optimizer.zero_grad()
+                loop.backward(batch)
+                loop.optimizer.step()
+        assert reads.count == 0

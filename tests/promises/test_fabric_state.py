@@ -1,0 +1,457 @@
+"""State of a Fabric loop: a cut in the middle leaves no trace, checkpoints of others load, and bad input is refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins.precision import MixedPrecision
+from support import FEATURES, assert_same, quiet_trainer, with_batch_norm
+from support.fabric import (
+    CASES,
+    DEVICE,
+    OPTIMIZERS,
+    Exact,
+    FabricPlugins,
+    Infinite,
+    Loop,
+    batches,
+    exact,
+    make_fabric,
+    net,
+    optimizer_tensors,
+    slow,
+    without,
+)
+from support.promises import fused_adamw, plain_adamw
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_amp import AmpPrecision, DynamicLossScaler, FabricAmpPrecision
+from lightning_amp.reports import ScaleHistory
+
+both_ways = pytest.mark.usefixtures("where_flags_live")
+
+
+# -- save and resume ---------------------------------------------------------------------------------------------------
+
+TROUBLE: Any = {1: "gradient", 4: "loss", 9: "gradient", 11: "gradient", 15: "loss"}
+
+
+class Run:
+    """A loop with a schedule, averaged weights and BatchNorm that can be saved after any batch."""
+
+    def __init__(self, precision: str, optimizer: Any) -> None:
+        scaler: Any = DynamicLossScaler(256.0, growth_interval=3, hysteresis=2) if precision == "fp16" else None
+        self.amp = FabricAmpPrecision(precision, scaler=scaler)
+        self.loop = Loop(self.amp, with_batch_norm, optimizer, TROUBLE)
+        self.schedule = self.amp.guard(ExponentialLR(self.loop.raw, 0.9))
+        self.averaged = self.amp.guard(AveragedModel(self.loop.model.module))
+        self.seen: list[Any] = []
+        self.amp.records.subscribe(self.seen.extend)
+
+    def train(self, first: int, last: int) -> Run:
+        self.loop.index = first
+        for batch in batches(20)[first:last]:
+            self.loop.optimizer.zero_grad()
+            self.loop.backward(batch)
+            self.loop.clip(max_norm=0.5)
+            self.loop.optimizer.step()
+            self.schedule.step()
+            self.averaged.update_parameters(self.loop.model.module)
+            self.loop.index += 1
+        return self
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.loop.model, "optimizer": self.loop.optimizer, "amp": self.amp, "schedule": self.schedule,
+            "averaged": self.averaged,
+        }  # fmt: skip
+
+    def everything(self) -> Any:
+        self.amp.flush()
+        return {
+            "weights": self.loop.weights(),
+            "optimizer": optimizer_tensors(self.loop.optimizer),
+            "rate": float(self.loop.raw.param_groups[0]["lr"]),
+            "schedule": self.schedule.last_epoch,
+            "averaged": {k: v.clone() for k, v in self.averaged.state_dict().items()},
+        }, (self.amp.state_dict(), self.amp.num_steps, self.amp.num_skipped, self.amp.last_step)
+
+
+@both_ways
+@pytest.mark.parametrize(
+    "cut", [pytest.param(1, marks=slow), 2, 7, pytest.param(10, marks=slow), pytest.param(12, marks=slow)]
+)
+@pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_a_cut_leaves_no_trace(precision: str, optimizer: str, cut: int, tmp_path: Path) -> None:
+    """Cut after a skip (2, 10, 12), and before and after clean steps. The file loads with `weights_only`."""
+    make, path = OPTIMIZERS[optimizer], tmp_path / "checkpoint.pt"
+    whole = Run(precision, make).train(0, 20)
+    first = Run(precision, make).train(0, cut)
+    first.loop.fabric.save(path, first.state())
+    torch.load(path, weights_only=True)
+    second = Run(precision, make)
+    left = second.loop.fabric.load(path, second.state())
+    assert not left
+    second.train(cut, 20)
+    ours, reference = second.everything(), whole.everything()
+    assert_same(ours[0], reference[0])
+    assert ours[1] == reference[1]
+    assert whole.amp.num_skipped == 5
+    assert [record.index for record in second.seen] == list(range(cut, 20))
+
+
+@both_ways
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    saved, plain = Run("fp16", fused_adamw), Run("fp16", fused_adamw).train(0, 20)
+    for index in range(20):
+        saved.train(index, index + 1)
+        saved.loop.fabric.save(tmp_path / "checkpoint.pt", saved.state())
+    assert_same(saved.everything()[0], plain.everything()[0])
+    assert saved.everything()[1] == plain.everything()[1]
+
+
+@both_ways
+def test_a_checkpoint_has_the_schedule_of_the_next_step(tmp_path: Path) -> None:
+    """Deferred calls happen before the state is saved, if the plugin is saved."""
+    plugin = FabricPlugins().fp16()
+    loop = Loop(plugin, optimizer=fused_adamw)
+    schedule = ExponentialLR(loop.raw, 0.5)
+    for batch in batches(3):
+        loop.backward(batch)
+        loop.optimizer.step()
+        plugin.on_applied(schedule.step)
+    plugin.state_dict()
+    assert schedule.last_epoch == 3
+    assert loop.raw.param_groups[0]["lr"] == pytest.approx(0.01 / 8)
+
+
+def stock_state() -> tuple[dict[str, Any], Loop]:
+    """Return the state of Fabric's own plugin after a skip, and the loop."""
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0, growth_interval=5)
+    loop = Loop(MixedPrecision("16-mixed", DEVICE, scaler), exact, plain_adamw, {1: "gradient"}).run(batches(4))
+    return scaler.state_dict(), loop
+
+
+@both_ways
+def test_a_checkpoint_of_fabrics_own_plugin_is_loaded(tmp_path: Path) -> None:
+    """`fabric.save` of `fabric.strategy.precision` and of the scaler itself write the same entries."""
+    state, stock = stock_state()
+    stock.fabric.save(tmp_path / "stock.pt", {"model": stock.model, "optimizer": stock.optimizer, "amp": stock.plugin})
+    plugin = FabricAmpPrecision("fp16")
+    loop = Loop(plugin)
+    loop.fabric.load(tmp_path / "stock.pt", {"model": loop.model, "optimizer": loop.optimizer, "amp": plugin})
+    assert plugin.scaler.get_scale() == state["scale"] == 512.0
+    assert plugin.scaler.state_dict()["_growth_tracker"] == state["_growth_tracker"] == 2
+    assert plugin.scaler.get_growth_interval() == 5
+    again = FabricAmpPrecision("fp16")
+    again.load_state_dict(state)
+    assert again.scaler.get_scale() == 512.0
+    stock.trouble = {}
+    assert_same(loop.run().weights(), stock.run().weights())
+
+
+def test_arguments_of_the_user_override_a_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    plugin = FabricAmpPrecision("fp16", scaler=DynamicLossScaler(growth_interval=77))
+    with caplog.at_level("INFO"):
+        plugin.load_state_dict(stock_state()[0])
+    assert plugin.scaler.get_growth_interval() == 77
+    assert "growth_interval" in caplog.text
+
+
+def test_our_scaler_goes_back_to_fabrics_own_plugin() -> None:
+    plugin = FabricPlugins().fp16()
+    Loop(plugin, trouble={1: "gradient"}).run()
+    stock = MixedPrecision("16-mixed", DEVICE)
+    stock.load_state_dict(plugin.scaler.state_dict())
+    assert stock.scaler.get_scale() == 512.0
+
+
+@pytest.mark.parametrize("state", [{"scale": 0.0}, {"scale": float("nan")}, {"nothing": 1}])
+def test_damaged_states_are_refused(state: dict[str, Any]) -> None:
+    plugin = FabricAmpPrecision("fp16")
+    whole = {**torch.amp.GradScaler(DEVICE).state_dict(), **state} if "scale" in state else state
+    with pytest.raises((ValueError, KeyError, TypeError, RuntimeError), match="scale|state|entr"):
+        plugin.load_state_dict(whole)
+
+
+@both_ways
+def test_history(tmp_path: Path) -> None:
+    plugin = FabricPlugins().fp16()
+    history = ScaleHistory.following(plugin.records)
+    Loop(plugin, trouble={1: "gradient", 3: "loss"}).run()
+    plugin.flush()
+    assert (history.num_steps, history.num_skipped) == (6, 2)
+    assert [(r.index, r.reason) for r in history if r.skipped] == [(1, "gradient"), (3, "loss")]
+    history.to_csv(tmp_path / "history.csv")
+    assert ScaleHistory.from_csv(tmp_path / "history.csv").num_skipped == 2
+
+
+def test_history_draws() -> None:
+    pytest.importorskip("matplotlib").use("agg")
+    plugin = FabricPlugins().fp16()
+    history = ScaleHistory.following(plugin.records)
+    Loop(plugin, trouble={1: "gradient"}).run()
+    assert history.plot().axes
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("given", "name", "dtype"), [
+    ("fp16", "16-mixed", torch.float16), ("16-mixed", "16-mixed", torch.float16), (16, "16-mixed", torch.float16),
+    ("bf16", "bf16-mixed", torch.bfloat16), (torch.bfloat16, "bf16-mixed", torch.bfloat16),
+    ("fp32", "32-true", torch.float32), ("32-true", "32-true", torch.float32),
+])  # fmt: skip
+def test_spellings(given: Any, name: str, dtype: torch.dtype) -> None:
+    plugin = FabricAmpPrecision(given)
+    assert plugin.precision == name
+    fabric = make_fabric(plugin)
+    fabric.setup(net())
+    with fabric.autocast():
+        x = torch.ones(2, 2, device=DEVICE)
+        assert (x @ x).dtype == dtype
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ({"precision": "fp12"}, "precision"),
+    ({"precision": "bf16", "scaler": 1024.0}, "scaler"),
+    ({"precision": "fp16", "scaler": -1.0}, "scaler"),
+    ({"precision": "fp16", "skip_nonfinite": "yes"}, "skip_nonfinite"),
+    ({"precision": "fp16", "fp32_modules": "head"}, "fp32_modules"),
+    ({"precision": "fp16", "fp32_modules": [3]}, "fp32_modules"),
+    ({"precision": "fp16", "restore_buffers": "queue"}, "restore_buffers"),
+])  # fmt: skip
+def test_wrong_arguments(arguments: Any, words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        FabricAmpPrecision(**arguments)
+
+
+@pytest.mark.parametrize("settings", [{"fp32_modules": ["nowhere*"]}, {"restore_buffers": ["nowhere*"]}])
+def test_rules_that_match_nothing(settings: Any) -> None:
+    loop = Loop(FabricPlugins().fp16(settings=settings), net)
+    with pytest.raises(ValueError, match=rf"{next(iter(settings))}.*nowhere"):
+        loop.model(loop.fabric.to_device(batches()[0]))
+
+
+def test_an_unneeded_scaler_is_left_unused() -> None:
+    plugin = FabricAmpPrecision("fp32", scaler=1024.0)
+    Loop(plugin, net).run()
+    assert plugin.scaler is None
+
+
+# -- wrong uses --------------------------------------------------------------------------------------------------------
+
+
+def test_the_trainer_refuses_the_plugin() -> None:
+    with pytest.raises((TypeError, RuntimeError, ValueError, L.pytorch.utilities.exceptions.MisconfigurationException),
+                       match=r"(?<!Fabric)AmpPrecision"):  # fmt: skip
+        quiet_trainer(plugins=[FabricAmpPrecision("fp16")])
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "auto"])
+def test_fabric_refuses_the_trainers_plugin(precision: str) -> None:
+    with pytest.raises(TypeError, match="FabricAmpPrecision"):
+        fabric = L.Fabric(accelerator=DEVICE, devices=1, plugins=[AmpPrecision(precision)])
+        fabric.setup(net())
+
+
+def test_precision_beside_plugins() -> None:
+    with pytest.raises(ValueError, match=r"precision=16-mixed.*plugins"):
+        L.Fabric(accelerator=DEVICE, devices=1, precision="16-mixed", plugins=[FabricAmpPrecision("fp16")])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
+def test_strategies_with_plugins_of_their_own(strategy: str) -> None:
+    with pytest.raises((TypeError, ImportError, ValueError, RuntimeError), match="fsdp|FSDP|deepspeed|DeepSpeed|CUDA"):
+        L.Fabric(accelerator=DEVICE, devices=1, strategy=strategy, plugins=[FabricAmpPrecision("fp16")])
+
+
+@both_ways
+@pytest.mark.parametrize("optimizer", CASES)
+def test_a_step_past_fabric(optimizer: str) -> None:
+    """The scaled gradients reach no weight."""
+    loop = Loop(FabricPlugins().fp16(), optimizer=OPTIMIZERS[optimizer])
+    before = loop.weights()
+    loop.backward(batches()[0])
+    with pytest.raises(RuntimeError, match=r"optimizer|fabric\.setup"):
+        loop.optimizer.optimizer.step()
+    assert_same(loop.weights(), before)
+    loop.run()
+    assert loop.plugin.num_steps == 8
+
+
+@both_ways
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_backward_past_fabric(precision: str) -> None:
+    loop = Loop(getattr(FabricPlugins(), precision)())
+    with pytest.raises(RuntimeError, match=r"fabric\.backward"):
+        loop.loss(batches()[0]).backward()
+    loop.optimizer.zero_grad()
+    loop.run()
+    assert_same(loop.weights(), Loop().run().weights())
+
+
+@both_ways
+@pytest.mark.parametrize("optimizer", CASES)
+def test_gradients_by_hand_are_not_divided(optimizer: str) -> None:
+    """Also where scaled gradients were before, and where the user has unscaled them."""
+
+    def train(plugin: Any) -> Any:
+        loop = Loop(plugin, optimizer=OPTIMIZERS[optimizer]).run(batches(2))
+        for index in range(3):
+            if index:
+                loop.optimizer.zero_grad()
+            if index == 2:
+                loop.backward(batches()[2])
+                loop.unscale()
+            for parameter in loop.model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.25)
+            loop.optimizer.step()
+        return loop.weights()
+
+    assert_same(train(FabricPlugins().fp16()), train(None))
+
+
+@both_ways
+def test_a_model_that_was_not_set_up() -> None:
+    plugin = FabricPlugins().fp16()
+    fabric = make_fabric(plugin)
+    module = net()
+    optimizer = fabric.setup_optimizers(plain_adamw(module.parameters()))
+    loss = module(fabric.to_device(batches()[0])).pow(2).mean()
+    with pytest.raises(RuntimeError, match="setup"):
+        fabric.backward(loss)
+        optimizer.step()
+
+
+@both_ways
+def test_an_optimizer_that_was_not_set_up() -> None:
+    plugin = FabricPlugins().fp16()
+    fabric = make_fabric(plugin)
+    module = net()
+    optimizer = plain_adamw(module.parameters())
+    model = fabric.setup_module(module)
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    fabric.backward(model(fabric.to_device(batches()[0])).pow(2).mean())
+    with pytest.raises(RuntimeError, match="setup"):
+        optimizer.step()
+    assert_same(dict(module.named_parameters()), before)
+
+
+@both_ways
+def test_setup_in_two_calls() -> None:
+    """`setup_module` and `setup_optimizers`, in this order, are `setup`."""
+    plugin = FabricPlugins().fp16()
+    torch.manual_seed(0)
+    fabric = make_fabric(plugin)
+    module = exact()
+    model = fabric.setup_module(module)
+    optimizer = fabric.setup_optimizers(fused_adamw(model.parameters()))
+    for index, batch in enumerate(map(fabric.to_device, batches())):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(batch), batch.sum(1, keepdim=True))
+        fabric.backward(Infinite.apply(loss) if index == 2 else loss)
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+    reference = Loop(optimizer=fused_adamw).run(without([2]), edit=lambda loop: loop.clip(max_norm=0.5))
+    assert_same(dict(model.state_dict()), reference.weights())
+
+
+@both_ways
+@pytest.mark.parametrize("arguments", [{}, {"max_norm": 1.0, "clip_val": 1.0}])
+def test_clip_without_a_value(arguments: Any) -> None:
+    loop = Loop(FabricPlugins().fp16())
+    loop.backward(batches()[0])
+    with pytest.raises(ValueError, match="clip_val"):
+        loop.clip(**arguments)
+
+
+@both_ways
+def test_clip_before_any_backward() -> None:
+    loop = Loop(FabricPlugins().fp16())
+    assert loop.clip(max_norm=1.0) == 0
+    assert_same(loop.run().weights(), Loop().run().weights())
+
+
+@both_ways
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_other_norms(norm_type: float) -> None:
+    def train(plugin: Any) -> Any:
+        loop = Loop(plugin, optimizer=fused_adamw)
+        edit: Any = lambda loop: loop.fabric.clip_gradients(  # noqa: E731
+            loop.model, loop.optimizer, max_norm=0.1, norm_type=norm_type
+        )
+        return loop.run(edit=edit).weights()
+
+    assert_same(train(FabricPlugins().fp16()), train(None))
+
+
+@both_ways
+def test_before_the_first_step() -> None:
+    plugin = FabricAmpPrecision("fp16")
+    assert (plugin.num_steps, plugin.num_skipped, plugin.last_step) == (0, 0, None)
+    plugin.flush()
+    state = plugin.state_dict()
+    FabricAmpPrecision("fp16").load_state_dict(state)
+    assert "FabricAmpPrecision" in repr(plugin)
+
+
+@both_ways
+def test_a_plugin_used_in_a_second_fabric_begins_with_its_own_steps() -> None:
+    """As in k folds with one object; `load_state_dict` is the way to go on instead."""
+    plugin = FabricPlugins().fp16()
+    first = Loop(plugin, trouble={1: "gradient"}).run().weights()
+    second = Loop(plugin, trouble={1: "gradient"}).run().weights()
+    assert_same(first, second)
+
+
+def test_nothing_is_left_of_a_plugin_that_is_gone() -> None:
+    """Neither the model, nor hooks on all optimizers of the process, nor torch's switch for compiled backwards."""
+    hooks = lambda: len(torch.optim.optimizer._global_optimizer_pre_hooks)  # noqa: E731
+    gc.collect()
+    before, switch = hooks(), getattr(torch._functorch.config, "backward_pass_autocast", None)
+    loop = Loop(FabricPlugins().fp16(), trouble={1: "gradient"}).run(edit=lambda loop: loop.clip(max_norm=1.0))
+    module, plugin = weakref.ref(loop.model.module), weakref.ref(loop.plugin)
+    assert hooks() == before + 1
+    del loop
+    gc.collect()
+    assert (module(), plugin(), hooks()) == (None, None, before)
+    assert getattr(torch._functorch.config, "backward_pass_autocast", None) == switch
+
+
+@both_ways
+def test_three_models_one_without_an_optimizer() -> None:
+    """A frozen teacher and a model that is only evaluated."""
+    plugin = FabricPlugins().fp16()
+
+    def train(plugin: Any) -> Any:
+        loop = Loop(plugin, optimizer=fused_adamw)
+        teacher = loop.fabric.setup_module(Exact(nn.Linear(FEATURES, 1)).requires_grad_(False))
+        for batch in map(loop.fabric.to_device, batches()):
+            loop.optimizer.zero_grad()
+            with torch.no_grad():
+                target = teacher(batch)
+            loop.fabric.backward((loop.model(batch) - target).pow(2).mean())
+            loop.clip(max_norm=0.5)
+            loop.optimizer.step()
+        return loop.weights()
+
+    assert_same(train(plugin), train(None))
+
+
+@both_ways
+@pytest.mark.parametrize("bad", ["on_applied", "guard"])
+def test_wrong_followers(bad: str) -> None:
+    plugin = FabricPlugins().fp16()
+    Loop(plugin).run()
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        plugin.on_applied(3) if bad == "on_applied" else plugin.guard(object())  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,349 @@
+"""A loop of one's own with `ScaledSteps`: the same bits as plain fp32, with scales that are powers of two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import DEVICE, FEATURES, assert_same
+from support.fabric import CASES, Infinite, batches, net, optimizer_tensors, slow, without
+from support.promises import OPTIMIZERS, fused_adamw, plain_adamw, plain_sgd
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_amp.scaling import DynamicLossScaler, ScaledSteps
+
+both_ways = pytest.mark.usefixtures("where_flags_live")
+BAD: Any = {0: "gradient", 2: "loss", 5: "gradient"}
+SCALERS: dict[str, Callable[[], Any]] = {
+    "ours": lambda: DynamicLossScaler(2.0**10, growth_interval=2, device=DEVICE),
+    "torch's": lambda: torch.amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=2),
+    "none": lambda: None,
+}
+SCALER_CASES = ["ours", pytest.param("torch's", marks=slow), "none"]
+
+
+class Loop:
+    """Torch's recipe with four lines changed; with `scaler=False` plain fp32."""
+
+    def __init__(self, scaler: Any, optimizer: Any, trouble: Any = None, **kwargs: Any) -> None:
+        torch.manual_seed(0)
+        self.model = net().to(DEVICE)
+        self.optimizer = optimizer(self.model.parameters())
+        self.trouble = trouble or {}
+        self.steps = None if scaler is False else ScaledSteps(scaler, [self.optimizer], **kwargs)
+        self.index = 0
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss = nn.functional.mse_loss(self.model(batch.to(DEVICE)).float(), batch.to(DEVICE).sum(1, keepdim=True))
+        trouble = self.trouble.get(self.index)
+        return Infinite.apply(loss) if trouble == "gradient" else loss * (torch.nan if trouble == "loss" else 1.0)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward() if self.steps is None else self.steps.backward(loss)
+
+    def step(self, **kwargs: Any) -> Any:
+        return self.optimizer.step(**kwargs) if self.steps is None else self.steps.step(self.optimizer, **kwargs)
+
+    def run(self, data: Any = None, clip: float | None = None, after: Any = None, accumulate: int = 1) -> Loop:
+        for batch in batches() if data is None else data:
+            self.backward(self.loss(batch) / accumulate)
+            if (self.index + 1) % accumulate == 0:
+                if clip is not None:
+                    if self.steps is not None:
+                        self.steps.unscale_(self.optimizer)
+                    torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+                self.step()
+                self.optimizer.zero_grad()
+                if after is not None:
+                    after()
+            self.index += 1
+        if self.steps is not None:
+            self.steps.flush()
+        return self
+
+    def values(self) -> Any:
+        return dict(self.model.state_dict()), optimizer_tensors(self.optimizer)
+
+
+@both_ways
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=slow)])
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("optimizer", CASES)
+@pytest.mark.parametrize("scaler", SCALER_CASES)
+def test_equals_fp32(scaler: str, optimizer: str, clip: float | None, accumulate: int) -> None:
+    loop = Loop(SCALERS[scaler](), OPTIMIZERS[optimizer]).run(clip=clip, accumulate=accumulate)
+    assert_same(loop.values(), Loop(False, OPTIMIZERS[optimizer]).run(clip=clip, accumulate=accumulate).values())
+    assert (loop.steps.num_steps, loop.steps.num_skipped) == (8 // accumulate, 0)
+
+
+@both_ways
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("optimizer", CASES)
+@pytest.mark.parametrize("scaler", SCALER_CASES)
+def test_bad_batches_leave_no_trace(scaler: str, optimizer: str, clip: float | None) -> None:
+    loop = Loop(SCALERS[scaler](), OPTIMIZERS[optimizer], BAD).run(clip=clip)
+    assert_same(loop.values(), Loop(False, OPTIMIZERS[optimizer]).run(without(BAD), clip=clip).values())
+    assert (loop.steps.num_steps, loop.steps.num_skipped) == (5, 3)
+
+
+def test_skip_nonfinite_can_be_off() -> None:
+    loop = Loop(None, plain_adamw, {1: "gradient"}, skip_nonfinite=False).run()
+    assert not all(value.isfinite().all() for value in loop.model.state_dict().values())
+
+
+@both_ways
+@pytest.mark.filterwarnings("error:Detected call of")
+@pytest.mark.parametrize("way", ["guard", "on_applied", "last_step"])
+@pytest.mark.parametrize("optimizer", CASES)
+def test_schedules_and_averages(optimizer: str, way: str) -> None:
+    """accelerate#4242: a fused AdamW reports no skip, and the schedule moves on."""
+
+    def train(scaler: Any, trouble: Any, data: Any) -> Any:
+        loop = Loop(scaler, OPTIMIZERS[optimizer], trouble)
+        schedule, averaged = ExponentialLR(loop.optimizer, 0.8), AveragedModel(loop.model)
+        steps = loop.steps
+        if steps is not None and way == "guard":
+            schedule, averaged = steps.guard(schedule), steps.guard(averaged)
+
+        def after() -> None:
+            if steps is not None and way == "on_applied":
+                steps.on_applied(schedule.step)
+                steps.on_applied(averaged.update_parameters, loop.model)
+            elif steps is None or way == "guard" or steps.last_step.applied:
+                schedule.step()
+                averaged.update_parameters(loop.model)
+
+        loop.run(data, after=after)
+        return loop.values(), dict(averaged.state_dict()), float(loop.optimizer.param_groups[0]["lr"])
+
+    assert_same(train(SCALERS["ours"](), BAD, None), train(False, {}, without(BAD)))
+
+
+@both_ways
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("optimizer", [plain_adamw, fused_adamw])
+def test_two_optimizers(listed: bool, optimizer: Any) -> None:
+    """Each gradient is divided by the scale that it carries. The scale moves once per round."""
+
+    def train(scaler: Any) -> Any:
+        torch.manual_seed(0)
+        one, two = nn.Linear(FEATURES, 4).to(DEVICE), nn.Linear(4, 1).to(DEVICE)
+        optimizers = [optimizer(one.parameters()), optimizer(two.parameters())]
+        steps = None if scaler is None else ScaledSteps(scaler, *([optimizers] if listed else []))
+        for index, batch in enumerate(batches()):
+            for i in (0, 1) if index % 2 else (1, 0):
+                optimizers[i].zero_grad()
+                hidden = one(batch.to(DEVICE))
+                loss = (hidden.pow(2).mean(), (two(hidden) - 1).pow(2).mean())[i]
+                loss.backward() if steps is None else steps.backward(loss)
+                optimizers[i].step() if steps is None else steps.step(optimizers[i])
+        if steps is not None:
+            steps.flush()
+        return [p.detach() for m in (one, two) for p in m.parameters()]
+
+    scaler = DynamicLossScaler(2.0, growth_interval=4, device=DEVICE)
+    assert_same(train(scaler), train(None))
+    if listed:
+        assert scaler.get_scale() == 8.0
+
+
+@both_ways
+def test_backwards_first_and_one_clip_each() -> None:
+    def train(scaled: bool) -> Any:
+        torch.manual_seed(0)
+        nets = [net().to(DEVICE) for _ in range(2)]
+        optimizers = [fused_adamw(n.parameters()) for n in nets]
+        steps = ScaledSteps(DynamicLossScaler(4.0, growth_interval=1, device=DEVICE), optimizers) if scaled else None
+        for batch in batches():
+            for n, o in zip(nets, optimizers, strict=True):
+                o.zero_grad()
+                loss = n(batch.to(DEVICE)).pow(2).mean()
+                loss.backward() if steps is None else steps.backward(loss)
+            for n, o in zip(nets, optimizers, strict=True):
+                if steps is not None:
+                    steps.unscale_(o)
+                    steps.unscale_(o)
+                torch.nn.utils.clip_grad_norm_(n.parameters(), 0.1)
+                o.step() if steps is None else steps.step(o)
+        return [p.detach() for n in nets for p in n.parameters()]
+
+    assert_same(train(True), train(False))
+
+
+@both_ways
+@pytest.mark.parametrize("optimizer", [
+    lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, tolerance_grad=0, tolerance_change=0), plain_sgd, fused_adamw,
+])  # fmt: skip
+def test_closures(optimizer: Any) -> None:
+    """The closure runs the backward; the step returns the true loss."""
+
+    def train(scaler: Any, trouble: Any, data: Any) -> Any:
+        loop, losses = Loop(scaler, optimizer, trouble), []
+        for batch in batches() if data is None else data:
+
+            def closure(batch: Tensor = batch) -> Tensor:
+                loop.optimizer.zero_grad()
+                loss = loop.loss(batch)
+                loop.backward(loss)
+                return loss
+
+            losses.append(loop.step(closure=closure).detach())
+            loop.index += 1
+        return dict(loop.model.state_dict()), [x for i, x in enumerate(losses) if i not in (trouble or {})]
+
+    assert_same(train(SCALERS["ours"](), None, None), train(False, None, None))
+    assert_same(train(SCALERS["ours"](), {3: "gradient"}, None), train(False, {}, without([3])))
+
+
+@both_ways
+@pytest.mark.parametrize("cut", [1, 3, 6])
+@pytest.mark.parametrize("scaler", SCALER_CASES)
+def test_state_round_trip(scaler: str, cut: int, tmp_path: Path) -> None:
+    whole = Loop(SCALERS[scaler](), fused_adamw, BAD).run()
+    first = Loop(SCALERS[scaler](), fused_adamw, BAD).run(batches()[:cut])
+    state = {"model": first.model.state_dict(), "opt": first.optimizer.state_dict(), "steps": first.steps.state_dict()}
+    torch.save(state, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    second = Loop(SCALERS[scaler](), fused_adamw, BAD)
+    second.model.load_state_dict(state["model"])
+    second.optimizer.load_state_dict(state["opt"])
+    second.steps.load_state_dict(state["steps"])
+    second.index = cut
+    second.run(batches()[cut:])
+    assert_same(second.values(), whole.values())
+    assert second.steps.state_dict() == whole.steps.state_dict()
+    assert (second.steps.num_steps, second.steps.num_skipped) == (5, 3)
+    assert second.steps.last_step == whole.steps.last_step
+
+
+def test_the_state_of_a_plain_scaler_loads() -> None:
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=128.0)
+    loop = Loop(SCALERS["ours"](), plain_adamw)
+    loop.steps.load_state_dict(scaler.state_dict())
+    assert loop.steps.scaler.get_scale() == 128.0
+
+
+@both_ways
+def test_records_and_autocast() -> None:
+    loop = Loop(DynamicLossScaler(2.0**10, device=DEVICE), fused_adamw, {1: "gradient", 4: "loss"})
+    applied: list[bool] = []
+    for batch in batches():
+        with torch.autocast(DEVICE, dtype=torch.float16):
+            loss = loop.loss(batch)
+        loop.backward(loss)
+        loop.step()
+        loop.optimizer.zero_grad()
+        loop.index += 1
+        applied.append(loop.steps.last_step.applied)
+    assert applied == [index not in (1, 4) for index in range(8)]
+    assert loop.steps.last_step.index == 7
+    assert loop.steps.scaler.get_scale() == 512.0
+
+
+@both_ways
+@pytest.mark.parametrize("scaler", SCALER_CASES)
+def test_a_stuck_loop_raises(scaler: str) -> None:
+    loop = Loop(SCALERS[scaler](), fused_adamw, dict.fromkeys(range(200), "gradient"))
+    with pytest.raises(FloatingPointError, match="optimizer steps in a row"):
+        loop.run(batches(140))
+
+
+@both_ways
+def test_an_exception_between_unscale_and_step() -> None:
+    loop = Loop(SCALERS["ours"](), fused_adamw)
+    loop.backward(loop.loss(batches()[0]))
+    loop.steps.unscale_(loop.optimizer)
+    loop.optimizer.zero_grad()
+    assert_same(loop.run(clip=0.3).values(), Loop(False, fused_adamw).run(clip=0.3).values())
+
+
+@both_ways
+def test_a_step_without_gradients() -> None:
+    loop = Loop(SCALERS["ours"](), plain_adamw)
+    loop.step()
+    assert_same(loop.run().values(), Loop(False, plain_adamw).run().values())
+
+
+@both_ways
+def test_a_value_mended_after_unscale_is_still_skipped() -> None:
+    loop = Loop(SCALERS["ours"](), plain_adamw, {0: "gradient"})
+    before = {k: v.clone() for k, v in loop.model.state_dict().items()}
+    loop.backward(loop.loss(batches()[0]))
+    loop.steps.unscale_(loop.optimizer)
+    torch.nn.utils.clip_grad_value_(loop.model.parameters(), 0.1)
+    loop.step()
+    assert_same(dict(loop.model.state_dict()), before)
+    assert not loop.steps.last_step.applied
+
+
+# -- beside Accelerate -------------------------------------------------------------------------------------------------
+
+
+def accelerated(scaled: bool, optimizer: Any, mixed: bool = False, trouble: Any = None, data: Any = None) -> Any:
+    """Train with a model and an optimizer that Accelerate has prepared."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=DEVICE == "cpu", mixed_precision="no")
+    loop = Loop(False, optimizer, trouble)
+    raw = loop.optimizer
+    model, wrapped = accelerator.prepare(loop.model, raw)
+    loop.model, loop.optimizer = model, wrapped
+    schedule = ExponentialLR(raw, 0.8)
+    if scaled:
+        loop.steps = ScaledSteps(DynamicLossScaler(2.0**10, growth_interval=3, device=DEVICE), [wrapped])
+        schedule = loop.steps.guard(schedule)
+    loop.run(data, clip=0.5, after=schedule.step)
+    return dict(loop.model.state_dict()), optimizer_tensors(raw), float(raw.param_groups[0]["lr"])
+
+
+@both_ways
+@pytest.mark.parametrize("optimizer", CASES)
+def test_beside_accelerate(optimizer: str) -> None:
+    make = OPTIMIZERS[optimizer]
+    assert_same(accelerated(True, make, trouble=BAD), accelerated(False, make, data=without(BAD)))
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("fp16",), "scaler"),
+    ((1024.0, ["no optimizer"]), "optimizers"),
+    ((None, 3), "optimizers"),
+    ((None, plain_sgd([nn.Parameter(torch.ones(1))])), "optimizers"),
+])  # fmt: skip
+def test_wrong_arguments(arguments: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        ScaledSteps(*arguments)
+
+
+@both_ways
+def test_a_raw_step_on_scaled_gradients() -> None:
+    loop = Loop(SCALERS["ours"](), fused_adamw)
+    before = {k: v.clone() for k, v in loop.model.state_dict().items()}
+    loop.backward(loop.loss(batches()[0]))
+    with pytest.raises(RuntimeError, match="step"):
+        loop.optimizer.step()
+    assert_same(dict(loop.model.state_dict()), before)
+
+
+@both_ways
+@pytest.mark.parametrize("optimizer", CASES)
+def test_a_raw_backward(optimizer: str) -> None:
+    """Gradients that were never scaled are not divided. Mixed with scaled ones, they are refused."""
+    make = OPTIMIZERS[optimizer]
+    loop, reference = Loop(SCALERS["ours"](), make).run(batches(1)), Loop(False, make).run(batches(1))
+    for each in (loop, reference):
+        each.loss(batches()[1]).backward()
+        each.step()
+        each.optimizer.zero_grad()
+    assert_same(loop.values(), reference.values())
+    loop.backward(loop.loss(batches()[2]))
+    loop.loss(batches()[3]).backward()
+    with pytest.raises(RuntimeError, match="backward"):
+        loop.step()
+    assert_same(loop.values(), reference.values())
