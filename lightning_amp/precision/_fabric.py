@@ -6,6 +6,7 @@ This file translates the hooks of Fabric. `_fabric_modules.py` holds what happen
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -109,7 +110,12 @@ class FabricAmpPrecision(Precision):
         self._modules: FabricModules | None = None
         self._loaded: dict[str, Any] | None = None  # a checkpoint for "auto", from before the first forward
         self._first_line = ""
-        call, describe = "fabric.backward(loss)", self._describe_skips
+        call, plugin = "fabric.backward(loss)", weakref.ref(self)
+
+        def describe() -> str:
+            modules = None if (this := plugin()) is None else this._modules
+            return "" if modules is None else _refusals.describe_nonfinite_gradients(*modules.modules)
+
         self._steps = ScaledSteps.of_plugin(scaler, self.skip_nonfinite, _IN_FABRIC, call, describe)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -128,9 +134,6 @@ class FabricAmpPrecision(Precision):
         """Return the plugin as the Trainer shows it, which says that it has an invalid type."""
         other = _refusals.as_written("AmpPrecision", self)
         return f"{self!r} (it is for `L.Fabric`; for a Trainer use `lightning_amp.{other}`)"
-
-    def _describe_skips(self) -> str:
-        return "" if self._modules is None else _refusals.describe_nonfinite_gradients(*self._modules.modules)
 
     # -- what was done so far ------------------------------------------------------------------------------------------
 
@@ -268,8 +271,12 @@ class FabricAmpPrecision(Precision):
 
     @override
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
-        """Return the parameters to clip: none if the step will be skipped, so that Fabric raises no error."""
-        return iter(()) if self._steps.will_skip(optimizer) else parameters(optimizer)
+        """Return the parameters to clip: if the step will be skipped only a zero, so that Fabric raises no error."""
+        if not self._steps.will_skip(optimizer):
+            return parameters(optimizer)
+        nothing = nn.Parameter(torch.zeros(1))
+        nothing.grad = torch.zeros(1)
+        return iter((nothing,))
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _modules, _sharding, _torch
-from lightning_amp._containers import to_fp32
+from lightning_amp._containers import replace, to_fp32
 from lightning_amp.casting import (
     Choice,
     Float8Linears,
@@ -79,6 +80,7 @@ class FabricModules:
         self._is_float64 = self._looked = False
         self._compiling = _modules.CompiledBackwardWithoutAutocast()
         self._compiling.start()
+        weakref.finalize(self, self._compiling.stop)
 
     def add(self, modules: Sequence[nn.Module]) -> None:
         """Apply the settings to modules that were set up. If one is refused, none is changed."""
@@ -130,13 +132,11 @@ class FabricModules:
     # -- forward and backward ------------------------------------------------------------------------------------------
 
     def begin_forward(self, data: Any) -> Any:
-        """Copy buffers if a step begins, and return the inputs, with float64 values as float32."""
-        if (
-            self._buffers
-            and not self._window_is_open
-            and torch.is_grad_enabled()
-            and any(m.training for m in self.modules)
-        ):
+        """Copy buffers if a step begins, and return the inputs, with float64 values as float32.
+
+        A step begins with the first forward in training mode, which may be a teacher's, without gradients.
+        """
+        if self._buffers and not self._window_is_open and any(module.training for module in self.modules):
             self._window_is_open = True
             for buffers in self._buffers:
                 buffers.enter_step()
@@ -148,8 +148,8 @@ class FabricModules:
         return _Together([*around, autocast(self._choice, self.device.type)])
 
     def end_forward(self, data: Any) -> Any:
-        """Return the outputs in float32."""
-        return to_fp32(data, HALF_DTYPES) if self._choice.mixed else data
+        """Return the outputs in float32, except a float16 loss, at which the loss scale must not exceed 65504."""
+        return replace(data, _to_fp32) if self._choice.mixed else data
 
     def backward(self) -> _Together:
         """Return the context of a backward, in which activation checkpointing runs forwards again."""
@@ -190,6 +190,12 @@ class FabricModules:
         for reused in self._reused:
             reused.restore()
         self._compiling.stop()
+
+
+def _to_fp32(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.dtype not in HALF_DTYPES:
+        return value
+    return value if value.dtype is torch.float16 and not value.dim() else value.float()
 
 
 @final

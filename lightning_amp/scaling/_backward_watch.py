@@ -144,9 +144,14 @@ class BackwardWatch:
         left = self._left.get(id(parameter))
         return id(parameter) in self._plain and (left is None or left() is not parameter.grad)
 
+    @property
+    def handles(self) -> list[Any]:
+        """Return the handles of all hooks."""
+        return list(chain.from_iterable(self._handles.values()))
+
     def detach(self) -> None:
         """Remove all hooks."""
-        for handle in chain.from_iterable(self._handles.values()):
+        for handle in self.handles:
             handle.remove()
         self._handles.clear()
         self._scales.clear()

@@ -33,6 +33,9 @@ class Advice(NamedTuple):
     unknown: str
 
 
+_RETIRED: list[BypassedSteps] = []
+
+
 @final
 class BypassedSteps:
     """Raises an error before an optimizer step that bypasses `steps` while its gradients are scaled.
@@ -48,15 +51,28 @@ class BypassedSteps:
     only_looks = True  # a step without other hooks may still be decided on the device
 
     def __init__(self, steps: OptimizerSteps, watch: BackwardWatch, advice: Advice) -> None:
-        self._steps, self._watch, self._advice = steps, watch, advice
-        self._handles = [register_optimizer_step_pre_hook(self), register_optimizer_step_post_hook(self)]
+        while _RETIRED:
+            _RETIRED.pop().detach()
+        self._steps: OptimizerSteps | None = steps
+        self._watch: BackwardWatch | None = watch
+        self._advice = advice
+        self._handles: list[Any] = [register_optimizer_step_pre_hook(self), register_optimizer_step_post_hook(self)]
+
+    def retire(self) -> None:
+        """Check no more steps, and remove the hooks later: torch may be iterating over them now."""
+        self._steps = None
+        if self._watch is not None:
+            self._handles += self._watch.handles
+        self._watch = None
+        _RETIRED.append(self)
 
     def detach(self) -> None:
         """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._watch.detach()
+        if self._watch is not None:
+            self._watch.detach()
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Check before and after every step of any optimizer.
@@ -64,7 +80,8 @@ class BypassedSteps:
         The check after a step is needed because its closure may have run a scaled backward.
         """
         steps = self._steps
-        if steps.stepping or _torch.is_wrapper(type(optimizer)):  # the wrapped optimizer is still to come
+        # a wrapper's step calls the step of the wrapped optimizer
+        if steps is None or steps.stepping or _torch.is_wrapper(type(optimizer)):
             return
         state = steps.gradients.known_state(optimizer)
         if state is None:
@@ -82,5 +99,11 @@ class BypassedSteps:
         else:
             why = f"while its gradients are multiplied by the loss scale ({scale:.10g}), and nothing has checked them"
         advice = self._advice
-        fix = advice.inside_backward if self._watch.scale is not None else advice.known if known else advice.unknown
+        fix = (
+            advice.inside_backward
+            if self._watch and self._watch.scale is not None
+            else advice.known
+            if known
+            else advice.unknown
+        )
         return f"`{type(optimizer).__name__}.step()` was called past {advice.past}, {why}. {fix}."

@@ -63,15 +63,18 @@ class CommonScale:
         """Return the number of optimizers seen so far, and one more if another is to come."""
         return len(self._states) + self.expects_more
 
-    def state(self, optimizer: Optimizer, if_unknown: Form = UNCHECKED) -> GradientState:
+    def state(
+        self, optimizer: Optimizer, if_unknown: Form = UNCHECKED, *, carried: Tensor | None = None
+    ) -> GradientState:
         """Return the state of an optimizer; a new optimizer gets the next index.
 
-        `if_unknown` is the form of a new optimizer's gradients if no watched backward computed them.
+        `if_unknown` is the form of a new optimizer's gradients if no watched backward computed them. `carried` is the
+        scale [] to which the caller has brought them, whatever the scale of their own backward was.
         """
         state = self._states.get(id(optimizer))
         if state is None:
             scale = self.scale_of_unknown(optimizer)
-            form: Form = if_unknown if scale is None else Scaled(scale)
+            form: Form = if_unknown if scale is None else Scaled(scale if carried is None else carried)
             state = self._states[id(optimizer)] = GradientState(optimizer, len(self._states), form)
         return state
 

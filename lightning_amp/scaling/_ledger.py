@@ -27,13 +27,11 @@ class Ledger:
     """The records of all steps of a plugin in one Trainer or loop, and the scale of its derivatives.
 
     The scaler decides how many skips in a row raise `FloatingPointError`. `describe_skips` then describes the gradients
-    for its message, which mentions `fallback` if `offers_fallback`.
+    for its message. `offers` are `offers_fallback` and `has_callbacks` of :class:`RecordLog`.
     """
 
-    def __init__(
-        self, scaler: torch.amp.GradScaler | None, describe_skips: Callable[[], str], *, offers_fallback: bool = False
-    ) -> None:
-        self._new_log = partial(RecordLog, describe_skips=describe_skips, offers_fallback=offers_fallback)
+    def __init__(self, scaler: torch.amp.GradScaler | None, describe_skips: Callable[[], str], **offers: bool) -> None:
+        self._new_log = partial(RecordLog, describe_skips=describe_skips, **offers)
         self._last_trainer = LastTrainer()
         self.log = self._new_log(_skip_limit(scaler))
         self.derivatives = DerivativeScale()

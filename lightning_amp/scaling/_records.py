@@ -208,6 +208,7 @@ class RecordLog:
         block: Number of records to collect before they are read back.
         describe_skips: Describes the gradients of a stuck run, for the error.
         offers_fallback: Whether the plugin has an argument `fallback`, which the error can then recommend.
+        has_callbacks: Whether the run has callbacks, of which the error can then recommend one.
 
     Attributes:
         num_steps: Applied steps that were read back.
@@ -226,6 +227,7 @@ class RecordLog:
         block: int = 64,
         describe_skips: Callable[[], str] = str,
         offers_fallback: bool = False,
+        has_callbacks: bool = True,
     ) -> None:
         self.num_steps = self.num_skipped = self.num_known_skips = 0
         self.last: StepRecord | None = None
@@ -234,7 +236,7 @@ class RecordLog:
         self._max_consecutive_skips = max_consecutive_skips
         self._block = block
         self._describe_skips = describe_skips
-        self._offers_fallback = offers_fallback
+        self._offers_fallback, self._has_callbacks = offers_fallback, has_callbacks
         self._precision: StepPrecision = ""
         self._on_stuck: Callable[[str], None] | None = None
         self._pending: list[StepResult] = []  # complete records that were not read yet
@@ -428,7 +430,7 @@ class RecordLog:
         causes = [s.cause for s in self.subscriptions if s.cause is not None]
         fallback = self._offers_fallback and self._precision == "fp16"
         advice = next(filter(None, (cause(since) for cause in causes)), "") or _stuck.advice(
-            self.streak, last, fallback=fallback, is_located=bool(causes)
+            self.streak, last, fallback=fallback, is_located=bool(causes) or not self._has_callbacks
         )
         text = f"{self._why_stuck(last)} {advice}"
         self._begin_streak()

@@ -99,18 +99,22 @@ class ScaledSteps:
         legal = "a `DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static scale"
         require(scaler is None or isinstance(scaler, torch.amp.GradScaler), "scaler", legal, scaler, none="or `None`")
         require_bool("skip_nonfinite", skip_nonfinite)
+        is_sequence = isinstance(optimizers, Iterable)
+        unwrapped = [_torch.unwrap_optimizer(optimizer) for optimizer in optimizers] if is_sequence else []
+        fine = is_sequence and all(isinstance(optimizer, Optimizer) for optimizer in unwrapped)
+        require(fine, "optimizers", "a sequence of `torch.optim.Optimizer`", optimizers)
         self.scaler: torch.amp.GradScaler | None = scaler
         self.skip_nonfinite = skip_nonfinite
-        self._optimizers = [_torch.unwrap_optimizer(optimizer) for optimizer in optimizers]
+        self._optimizers = unwrapped
         self._begin_as(_OWN_LOOP, "steps.backward(loss)", str)
 
     def _begin_as(self, advice: Advice, backward_call: str, describe_skips: Callable[[], str]) -> None:
         self._advice, self._backward_call = advice, backward_call
-        self._ledger = Ledger(self.scaler, describe_skips)
+        self._ledger = Ledger(self.scaler, describe_skips, has_callbacks=False)
         self._steps: OptimizerSteps | None = None
         self._observers: list[Observer] = []
         self._reduces_on: torch.device | None = None
-        self._expected: set[int] = set()  # ids of parameters that an optimizer is to come for
+        self._expected: dict[int, Any] = {}  # parameters that an optimizer is to come for, by id
         self._round: set[int] = set()  # ids of the optimizers that have stepped in this round
         self._latest_scale: Tensor | None = None  # of the latest backward
         self._loss: Tensor | None = None  # of the backwards so far, for optimizers that are not known yet
@@ -136,7 +140,7 @@ class ScaledSteps:
     def expect(self, others: Iterable[Any], device: torch.device, *observers: Observer) -> None:
         """Record parameters that optimizers are to come for, and the device on which all ranks agree."""
         others = [p for p in others if p.requires_grad and id(p) not in self._expected]
-        self._expected.update(map(id, others))
+        self._expected |= {id(p): p for p in others}
         self._reduces_on = device
         self._observers += observers
         if others:
@@ -176,7 +180,7 @@ class ScaledSteps:
             self._steps.gradients.expect_more(not self._optimizers)
             if watch is not None:
                 bypassed = BypassedSteps(self._steps, watch, self._advice)
-                weakref.finalize(self, bypassed.detach)
+                weakref.finalize(self, bypassed.retire)
         return self._steps
 
     # -- what was done so far ------------------------------------------------------------------------------------------
@@ -219,12 +223,22 @@ class ScaledSteps:
             scaled = steps.scale_loss(loss)
             if steps.gradients.expects_more:
                 self._loss = merge_losses(self._loss, loss)
-            self._latest_scale = None if steps.scaler is None else _torch.scale_tensor(steps.scaler)
+            if steps.scaler is not None:
+                self._carry_unknown(_torch.scale_tensor(steps.scaler))
             steps.gradients.begin_backward()
             try:
                 scaled.backward(*args, **kwargs)
             finally:
                 steps.gradients.end_backward()
+
+    def _carry_unknown(self, scale: Tensor) -> None:
+        """Bring gradients that no known optimizer has to the scale [] of the next backward."""
+        before, self._latest_scale = self._latest_scale, scale
+        if before is None or before is scale:
+            return
+        for parameter in self._expected.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale / before)
 
     def unscale_(self, optimizer: Any) -> None:
         """Unscale the gradients of `optimizer`, to read or clip them. A second call before the step changes nothing.
@@ -282,13 +296,15 @@ class ScaledSteps:
         state = gradients.known_state(optimizer)
         if state is not None:
             return state
-        state = gradients.state(optimizer, UNCHECKED if self._latest_scale is None else Scaled(self._latest_scale))
+        scale = self._latest_scale
+        state = gradients.state(optimizer, UNCHECKED if scale is None else Scaled(scale), carried=scale)
         if gradients.watch is not None:
             gradients.watch.adopt(optimizer)
             gradients.require_scaled(state)
         if self._loss is not None:
             state.add_loss(self._loss, may_have_none=True)
-        self._expected.difference_update(map(id, parameters(optimizer)))
+        for parameter in parameters(optimizer):
+            self._expected.pop(id(parameter), None)
         gradients.expect_more(bool(self._expected))
         return state
 

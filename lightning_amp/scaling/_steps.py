@@ -160,7 +160,7 @@ class OptimizerSteps:
 
         """
         state = self.gradients.state(optimizer)
-        if not closure_runs_backward and not state.always_calls_closure:
+        if not closure_runs_backward and (not state.always_calls_closure or _torch.has_step_hooks(optimizer)):
             self.gradients.unscale(state)
         step = _Step(self, state, closure, before_update, plan)
         outer, self._running = self._running, step

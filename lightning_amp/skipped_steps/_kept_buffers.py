@@ -139,7 +139,7 @@ class KeptBuffers:
         if kept is None:
             kept, self._spare = self._spare, None
         if kept is None or not kept.is_of(buffers):
-            kept = Snapshot(buffers)
+            kept = Snapshot(buffers, is_unseen=self._counted)
         kept.take(version)
         return kept
 

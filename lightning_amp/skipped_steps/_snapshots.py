@@ -19,10 +19,16 @@ Buffers = Sequence[Tensor | None]
 
 @final
 class Snapshot:
-    """The values of some buffers at one time."""
+    """The values of some buffers at one time.
 
-    def __init__(self, buffers: Buffers) -> None:
+    With `is_unseen`, autograd does not see that values are restored. The forward of a normalisation layer in training
+    mode saves its running statistics, and its backward does not read them. A restore that is seen would make the
+    backward fail if the forward came first: in a GAN, the generator's, after the discriminator's step was skipped.
+    """
+
+    def __init__(self, buffers: Buffers, *, is_unseen: bool = False) -> None:
         self._buffers = list(buffers)
+        self._is_unseen = is_unseen
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, buffer in enumerate(buffers):
             if buffer is not None:
@@ -54,10 +60,14 @@ class Snapshot:
     def restore(self, places: Sequence[BufferPlace]) -> None:
         """Restore the values. Restore the earlier tensor object where it was replaced."""
         for group in self._groups:
-            _torch.foreach_copy_(group.of(self._buffers), group.views)
+            self._write(group, group.views)
         for place, buffer in zip(places, self._buffers, strict=True):
             if place.read() is not buffer:
                 place.write(buffer)
+
+    def _write(self, group: _Group, values: list[Tensor]) -> None:
+        targets = group.of(self._buffers)
+        _torch.foreach_copy_([t.data for t in targets] if self._is_unseen else targets, values)
 
     @torch.no_grad()
     def restore_where(self, places: Sequence[BufferPlace], skip: Skip, bad_loss: Skip = Skip.NO) -> None:
@@ -76,7 +86,7 @@ class Snapshot:
         for group, values in zip(self._groups, current, strict=True):
             # `where`, not `lerp`: NaN times 0 is NaN
             restored = group.split(torch.where(skip.flag(values.device) > 0, group.flat, values))
-            _torch.foreach_copy_(group.of(self._buffers), restored)
+            self._write(group, restored)
         for i in changed:
             old, new = self._buffers[i], now[i]
             if _alike(old, new):
