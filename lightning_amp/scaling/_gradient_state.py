@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import final
 
-from lightning_amp._compat import _torch
+from lightning_amp._compat import _sharding, _torch
 from lightning_amp.numerics import dense, nonfinite_flag
 from lightning_amp.scaling import _scalars
 from lightning_amp.scaling._gradients import Gradients, has_gradients, inverse, parameters
@@ -92,6 +92,8 @@ class GradientState:
         self.decides_on_device = _torch.decides_on_device(optimizer)
         self.always_calls_closure = type(optimizer).__module__.startswith("torch.optim")
         self.takes_closure = self.always_calls_closure or _takes_closure(optimizer)
+        # FSDP2 keeps the gradients of batches without synchronisation elsewhere
+        self._is_sharded = any(map(_sharding.is_sharded, parameters(optimizer)))
         self._may_move_first = not self.always_calls_closure or isinstance(optimizer, torch.optim.LBFGS)
         self._kept = _StaysFound()
         self._closure_calls: int | None = None  # in its last step
@@ -123,7 +125,8 @@ class GradientState:
         `may_have_none` is true if this rank may hold no shard of the parameters, and therefore never have gradients.
         """
         probe = self.loss_probe
-        if probe is not None and (self._had_gradients or not may_have_none) and not has_gradients(self.optimizer):
+        shows_drops = not self._is_sharded and (self._had_gradients or not may_have_none)
+        if probe is not None and shows_drops and not has_gradients(self.optimizer):
             probe = None  # gradients were dropped, so earlier losses do not matter any more
         self.loss_probe, self.bad_loss = merge_losses(probe, loss), None
         if not self._kept.is_empty:  # dropped or zeroed gradients do not affect the next step

@@ -28,6 +28,7 @@ from support import (
     assert_as_fp32,
     assert_finite,
     assert_same,
+    batches,
     fit,
     weights,
 )
@@ -504,3 +505,42 @@ def test_clipping_with_fused_optimizers_in_bf16(plugins: Plugins) -> None:
     trainer = fit(lambda: Toy(fused_adamw), plugins.bf16(), gradient_clip_val=0.2)
     unfused = fit(lambda: Toy(plain_adamw), plugins.bf16(), gradient_clip_val=0.2)
     assert_same(trainer, unfused, rtol=1e-3, atol=1e-4)
+
+
+class TwoGraphs(L.LightningModule):
+    """A GAN by hand: the generator's forward comes before the discriminator's step, its backward after it."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 1))
+        self.discriminator = nn.Linear(1, 1)
+        self.hooked: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        fake = self.generator(batch)
+        loss = self.discriminator(fake.detach()).float().square().mean()
+        first.zero_grad()
+        self.manual_backward(loss * torch.inf if batch_idx == 1 else loss)
+        first.step()
+        second.zero_grad()
+        self.manual_backward((self.discriminator(fake).float() - 1).square().mean())
+        second.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        second = torch.optim.Adam(self.generator.parameters(), fused=True)
+        largest = lambda: float(max(p.grad.abs().max() for p in self.generator.parameters()))  # noqa: E731
+        second.register_step_pre_hook(lambda *_: self.hooked.append(largest()))
+        return [torch.optim.Adam(self.discriminator.parameters()), second]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_skip_of_one_optimizer_leaves_the_graph_of_the_other_alone(precision: str) -> None:
+    """The skip restores the statistics of BatchNorm, which the generator's backward must not take for an edit."""
+    plugin = AmpPrecision(precision, scaler=1024.0 if precision == "fp16" else None)
+    module = TwoGraphs()
+    fit(lambda: module, plugin)
+    assert (plugin.num_skipped, plugin.num_steps) == (1, 2 * len(batches()) - 1)
+    assert max(module.hooked) < 10, "a hook of a fused optimizer sees true gradients"
