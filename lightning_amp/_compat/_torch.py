@@ -366,7 +366,7 @@ _WRAPPERS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers", "accelera
 
 @functools.cache
 def is_wrapper(kind: type[Any]) -> bool:
-    """Return whether objects of a class are wrappers of Fabric or Accelerate. Remove with :func:`unwrap_optimizer`."""
+    """Return whether objects of a class are wrappers of Fabric or Accelerate. Remove with `unwrap_optimizer`."""
     return any(base.__module__ in _WRAPPERS for base in kind.__mro__)
 
 

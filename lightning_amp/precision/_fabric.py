@@ -107,20 +107,20 @@ class FabricAmpPrecision(Precision):
     def _start_afresh(self) -> None:
         self._choice, scaler = self._settings.first()
         self._new: list[nn.Module] = []  # were set up since the last forward
-        self._modules: FabricModules | None = None
+        self._set_up: FabricModules | None = None
         self._loaded: dict[str, Any] | None = None  # a checkpoint for "auto", from before the first forward
         self._first_line = ""
         call, plugin = "fabric.backward(loss)", weakref.ref(self)
 
         def describe() -> str:
-            modules = None if (this := plugin()) is None else this._modules
+            modules = None if (this := plugin()) is None else this._set_up
             return "" if modules is None else _refusals.describe_nonfinite_gradients(*modules.modules)
 
         self._steps = ScaledSteps.of_plugin(scaler, self.skip_nonfinite, _IN_FABRIC, call, describe)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings and the scaler for a pickle or a deep copy, without the modules and steps."""
-        left_out = ("_choice", "_new", "_modules", "_loaded", "_first_line", "_steps")
+        left_out = ("_choice", "_new", "_set_up", "_loaded", "_first_line", "_steps")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ class FabricAmpPrecision(Precision):
     @property
     def fp8_layers(self) -> Mapping[str, str | None]:
         """Map the name of each `nn.Linear` to `None` if it runs in fp8, else to the reason."""
-        return {} if self._modules is None else dict(self._modules.fp8_layers)
+        return {} if self._set_up is None else dict(self._set_up.fp8_layers)
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -206,7 +206,7 @@ class FabricAmpPrecision(Precision):
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
-        if self._modules is None and not self._new:  # `fabric.autocast()` alone
+        if self._set_up is None and not self._new:  # `fabric.autocast()` alone
             return autocast(self._settled(), self.device)
         return self._ready().forward()
 
@@ -216,11 +216,11 @@ class FabricAmpPrecision(Precision):
 
     def _ready(self) -> FabricModules:
         """Return the modules, after the settings took effect on those that were set up since."""
-        modules = self._modules
+        modules = self._set_up
         if modules is None or self._new:
             if modules is None and not self._new:
                 raise RuntimeError(f"`{self!r}` has no module yet: call `model, optimizer = fabric.setup(...)` first.")
-            modules = self._modules = modules or self._begin(device_of(self._new, self.device))
+            modules = self._set_up = modules or self._begin(device_of(self._new, self.device))
             modules.add(self._new)
             self._steps.expect((p for m in self._new for p in m.parameters()), modules.device)
             self._new = []
@@ -293,12 +293,12 @@ class FabricAmpPrecision(Precision):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._modules is None and self._choice is None:
+        if self._set_up is None and self._choice is None:
             self._loaded = state_dict  # "auto" chooses the precision at the first forward
         else:
             say(self._steps.load(state_dict, type(self).__name__))
 
     @override
     def teardown(self) -> None:
-        if self._modules is not None:
-            self._modules.detach()
+        if self._set_up is not None:
+            self._set_up.detach()

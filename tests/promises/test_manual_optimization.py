@@ -510,10 +510,9 @@ def test_clipping_with_fused_optimizers_in_bf16(plugins: Plugins) -> None:
 class TwoGraphs(L.LightningModule):
     """A GAN by hand: the generator's forward comes before the discriminator's step, its backward after it."""
 
-    automatic_optimization = False
-
     def __init__(self) -> None:
         super().__init__()
+        self.automatic_optimization = False
         self.generator = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 1))
         self.discriminator = nn.Linear(1, 1)
         self.hooked: list[float] = []
