@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -79,8 +78,6 @@ class FabricModules:
         self._window_is_open = False
         self._is_float64 = self._looked = False
         self._compiling = _modules.CompiledBackwardWithoutAutocast()
-        self._compiling.start()
-        weakref.finalize(self, self._compiling.stop)
 
     def add(self, modules: Sequence[nn.Module]) -> None:
         """Apply the settings to modules that were set up. If one is refused, none is changed."""
@@ -145,7 +142,7 @@ class FabricModules:
     def forward(self) -> _Together:
         """Return the context of a forward in the precision of the plugin."""
         around = self._around["training_step" if torch.is_grad_enabled() else "validation_step"]
-        return _Together([*around, autocast(self._choice, self.device.type)])
+        return _Together([self._compiling, *around, autocast(self._choice, self.device.type)])
 
     def end_forward(self, data: Any) -> Any:
         """Return the outputs in float32, except a float16 loss, at which the loss scale must not exceed 65504."""
@@ -153,7 +150,7 @@ class FabricModules:
 
     def backward(self) -> _Together:
         """Return the context of a backward, in which activation checkpointing runs forwards again."""
-        return _Together(self._around[None])
+        return _Together([self._compiling, *self._around[None]])
 
     def leaves(self, loss: Tensor) -> list[Any]:
         """Return the leaves below the first loss, which may belong to modules that were not set up; then nothing.
@@ -189,7 +186,6 @@ class FabricModules:
             each.remove()
         for reused in self._reused:
             reused.restore()
-        self._compiling.stop()
 
 
 def _to_fp32(value: Any) -> Any:

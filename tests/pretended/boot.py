@@ -341,7 +341,10 @@ def after_import(name: str, then: Callable[[], None]) -> None:
 
 
 def _tell_lightning(name: str) -> None:
-    """Register `Trainer(accelerator="pretended")` the way packages for NPUs and HPUs do."""
+    """Register `Trainer(accelerator="pretended")` and `Fabric` the way packages for NPUs and HPUs do."""
+    from lightning.fabric.accelerators import ACCELERATOR_REGISTRY
+    from lightning.fabric.connector import _Connector
+    from lightning.fabric.strategies import SingleDeviceStrategy as FabricStrategy
     from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -375,15 +378,20 @@ def _tell_lightning(name: str) -> None:
         def get_device_stats(self, device: Any) -> dict[str, Any]:
             return {}
 
-    AcceleratorRegistry.register(name, PretendedAccelerator, description="pretended")
-    choose: Any = _AcceleratorConnector._choose_strategy
+    def choose_one_device(connector: Any, single_device: Any) -> None:
+        choose = connector._choose_strategy
 
-    def choose_strategy(self: Any) -> Any:
-        if self._accelerator_flag == name and len(self._parallel_devices) == 1:
-            return SingleDeviceStrategy(self._parallel_devices[0])
-        return choose(self)
+        def choose_strategy(self: Any) -> Any:
+            if self._accelerator_flag == name and len(self._parallel_devices) == 1:
+                return single_device(self._parallel_devices[0])
+            return choose(self)
 
-    _AcceleratorConnector._choose_strategy = choose_strategy  # type: ignore[method-assign]
+        connector._choose_strategy = choose_strategy
+
+    for registry in (AcceleratorRegistry, ACCELERATOR_REGISTRY):
+        registry.register(name, PretendedAccelerator, description="pretended")
+    choose_one_device(_AcceleratorConnector, SingleDeviceStrategy)
+    choose_one_device(_Connector, FabricStrategy)
 
 
 core: Any = None

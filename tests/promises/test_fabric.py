@@ -440,8 +440,9 @@ def test_the_device_path_reads_no_flag_of_a_fused_step(plugins: FabricPlugins) -
         plugin = plugins.fp16()
         loop = Loop(plugin, exact, fused_adamw)
         loop.run(batches(3))
+        on_device = [loop.fabric.to_device(batch) for batch in batches(6)]
         with CountReads() as reads:
-            for batch in batches(6):
+            for batch in on_device:
                 loop.optimizer.zero_grad()
                 loop.backward(batch)
                 loop.optimizer.step()

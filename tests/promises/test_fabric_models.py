@@ -251,6 +251,31 @@ def test_compiled_backward_equals_eager(plugins: FabricPlugins, when: str) -> No
     assert_same(gradient(True), gradient(False), rtol=0, atol=1e-7)
 
 
+@pytest.mark.skipif(not CompiledBackwardWithoutAutocast.is_possible(), reason="torch 2.8")
+def test_the_switch_for_compiled_backwards_is_on_in_forwards_and_backwards_only() -> None:
+    from torch._functorch import config
+
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(config.backward_pass_autocast)
+            if self.fails:
+                raise KeyError("planted")
+            x.register_hook(lambda _: seen.append(config.backward_pass_autocast))
+            return x
+
+    before, seen = config.backward_pass_autocast, list[Any]()
+    fabric, reads = make_fabric(FabricPlugins().bf16()), Reads()
+    module = nn.Sequential(nn.Linear(FEATURES, 1), reads)
+    model, _ = fabric.setup(module, plain_sgd(module.parameters()))
+    reads.fails = False
+    fabric.backward(model(fabric.to_device(batches()[0])).sum())
+    assert seen == ["off", "off"] != [before, before]
+    reads.fails = True
+    with pytest.raises(KeyError, match="planted"):
+        model(fabric.to_device(batches()[0]))
+    assert config.backward_pass_autocast == before
+
+
 # -- row 2: statistics of several modules ------------------------------------------------------------------------------
 
 
@@ -441,12 +466,13 @@ def test_a_guarded_schedule_of_a_fused_optimizer_waits_for_nothing(monkeypatch: 
     loop = Loop(plugin, net, fused_adamw)
     schedule = torch.optim.lr_scheduler.ExponentialLR(loop.raw, 0.9)
     loop.run(batches(3))
+    on_device = [loop.fabric.to_device(batch) for batch in batches(6)]
     with CountReads() as reads:
-        for batch in batches(6):
+        for batch in on_device:
             loop.optimizer.zero_grad()
             loop.backward(batch)
             loop.optimizer.step()
     assert reads.count == 0
     with CountReads() as reads:
-        loop.run(batches(1), after=lambda loop: plugin.on_applied(schedule.step))
+        loop.run(on_device[:1], after=lambda loop: plugin.on_applied(schedule.step))
     assert reads.count > 0, "the host reads the flag at the flush"

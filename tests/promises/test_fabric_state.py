@@ -326,7 +326,7 @@ def test_gradients_by_hand_are_not_divided(optimizer: str) -> None:
 def test_a_model_that_was_not_set_up() -> None:
     plugin = FabricPlugins().fp16()
     fabric = make_fabric(plugin)
-    module = net()
+    module = net().to(fabric.device)
     optimizer = fabric.setup_optimizers(plain_adamw(module.parameters()))
     loss = module(fabric.to_device(batches()[0])).pow(2).mean()
     with pytest.raises(RuntimeError, match="setup"):
