@@ -116,7 +116,10 @@ def describe_healthy(rows: Sequence[GradientRow], largest: float, scale: float |
         return f"{text}: {now}. It does not overflow, since this run computes it in float32."
     if least.sqnr_db < LOW_DB:  # usual for a bias before a normalisation, whose true gradient is zero
         return f"{text}. The gradient of `{least.name}` is furthest from fp32, with {least.sqnr_db:.1f} dB."
-    return f"{text}, or leave it as it is: at {exact(last.scale)} the gradients fit."
+    fits = f"At the loss scale {exact(last.scale)} the gradients fit into fp16"
+    if last.scale == scale:
+        return f"{fits}, and the largest one has 2 bits of room or more."
+    return f"{fits}. `DynamicLossScaler(init_scale=2.0**{int(math.log2(scale))})` leaves the largest one 2 bits of room."
 
 
 def _fp8(parts: Sequence[GradientRow], last: GradientRow) -> str:
