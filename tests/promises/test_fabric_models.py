@@ -251,6 +251,7 @@ def test_compiled_backward_equals_eager(plugins: FabricPlugins, when: str) -> No
     assert_same(gradient(True), gradient(False), rtol=0, atol=1e-7)
 
 
+@pytest.mark.cpu  # a backward on a device runs in another thread, which has a switch of its own
 @pytest.mark.skipif(not CompiledBackwardWithoutAutocast.is_possible(), reason="torch 2.8")
 def test_the_switch_for_compiled_backwards_is_on_in_forwards_and_backwards_only() -> None:
     from torch._functorch import config
