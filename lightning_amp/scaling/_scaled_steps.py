@@ -278,7 +278,7 @@ class ScaledSteps:
         plan = StepPlan(fold=True, asks_for_loss=bool(self._observers))
         with _autocast_off(device):
             output, result = steps.step(
-                optimizer, closure or _nothing, _nothing, plan, closure_runs_backward=closure is not None, **kwargs
+                optimizer, closure or _nothing, _nothing, plan, closure_runs_backward=False, **kwargs
             )
         self._latest, self._loss = result, None
         for observer in self._observers:
