@@ -289,14 +289,15 @@ class FabricAmpPrecision(Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        if self._loaded is not None and self._set_up is None:
+            return dict(self._loaded)
         return self._steps.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._set_up is None and self._choice is None:
-            self._loaded = state_dict  # "auto" chooses the precision at the first forward
-        else:
-            say(self._steps.load(state_dict, type(self).__name__))
+        say(self._steps.load(state_dict, type(self).__name__))
+        if self._set_up is None and self._choice is None:  # "auto" chooses the precision at the first forward
+            self._loaded = state_dict
 
     @override
     def teardown(self) -> None:

@@ -139,7 +139,8 @@ class ScaledSteps:
 
     def expect(self, others: Iterable[Any], device: torch.device, *observers: Observer) -> None:
         """Record parameters that optimizers are to come for, and the device on which all ranks agree."""
-        others = [p for p in others if p.requires_grad and id(p) not in self._expected]
+        known = self._expected.keys() | (set() if self._steps is None else self._steps.gradients.parameters())
+        others = [p for p in others if p.requires_grad and id(p) not in known]
         self._expected |= {id(p): p for p in others}
         self._reduces_on = device
         self._observers += observers

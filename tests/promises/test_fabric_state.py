@@ -29,7 +29,7 @@ from support.fabric import (
     slow,
     without,
 )
-from support.promises import fused_adamw, plain_adamw
+from support.promises import fused_adamw, plain_adamw, plain_sgd
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel
@@ -397,6 +397,20 @@ def test_other_norms(norm_type: float) -> None:
 
 
 @both_ways
+@pytest.mark.parametrize("precision", ["auto", "fp16", "bf16"])
+def test_a_checkpoint_is_complete_before_the_first_forward(precision: str) -> None:
+    """With `"auto"`, the precision is not known yet when a checkpoint is loaded."""
+    plugin = FabricPlugins().fp16()
+    Loop(plugin, trouble={1: "gradient"}).run()
+    loaded = FabricAmpPrecision(precision)
+    loaded.load_state_dict(plugin.state_dict())
+    assert (loaded.num_steps, loaded.num_skipped) == (7, 1)
+    if precision != "bf16":  # which has no scaler
+        assert loaded.state_dict() == plugin.state_dict()
+    with pytest.raises(ValueError, match="num_steps"):
+        FabricAmpPrecision(precision).load_state_dict({**plugin.state_dict(), "num_steps": -1})
+
+
 def test_before_the_first_step() -> None:
     plugin = FabricAmpPrecision("fp16")
     assert (plugin.num_steps, plugin.num_skipped, plugin.last_step) == (0, 0, None)
@@ -413,6 +427,29 @@ def test_a_plugin_used_in_a_second_fabric_begins_with_its_own_steps() -> None:
     first = Loop(plugin, trouble={1: "gradient"}).run().weights()
     second = Loop(plugin, trouble={1: "gradient"}).run().weights()
     assert_same(first, second)
+
+
+@both_ways
+@pytest.mark.parametrize("new_optimizer", [False, True])
+def test_the_same_model_can_be_set_up_again(new_optimizer: bool) -> None:
+    """As in a notebook whose cell runs again. The scale changes while gradients accumulate over many steps."""
+
+    def train(plugin: Any) -> Any:
+        loop = Loop(plugin, optimizer=plain_sgd)
+        module = loop.model.module
+        for _ in range(3):
+            loop.raw = plain_sgd(module.parameters()) if new_optimizer else loop.raw
+            loop.model, loop.optimizer = loop.fabric.setup(module, loop.raw)
+            for index, batch in enumerate(batches()):
+                if index % 4 == 3:
+                    loop.optimizer.zero_grad()
+                loop.backward(batch)
+                loop.optimizer.step()
+        return loop.weights()
+
+    plugin = FabricPlugins().fp16(growth_interval=3)
+    assert_same(train(plugin), train(None))
+    assert plugin.num_steps == 24
 
 
 def test_nothing_is_left_of_a_plugin_that_is_gone() -> None:
