@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp.scaling._records import Skip
+
+_MAX_SKIPS = 64
+"""Number of outcomes after which a tally combines them on the device."""
 
 
 @final
@@ -24,8 +29,15 @@ class Tally:
 
     def observe(self, optimizer: Optimizer, skip: Skip) -> None:
         """Add the outcome of a step, if it is a step of this optimizer."""
-        if self.optimizer is None or self.optimizer is optimizer:
-            self.skips.append(skip)
+        if self.optimizer is not None and self.optimizer is not optimizer:
+            return
+        if skip.known is False:  # one applied step decides
+            self.skips.clear()
+        self.skips.append(skip)
+        if len(self.skips) > _MAX_SKIPS:
+            flags = [each.value for each in self.skips if isinstance(each.value, Tensor)]
+            applied = any(each.known is False for each in self.skips)
+            self.skips = [Skip.NO if applied else Skip(torch.stack(flags).amin()) if flags else Skip.YES]
 
     def take(self) -> list[Skip]:
         """Return the skips so far, and reset them."""
