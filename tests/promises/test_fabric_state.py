@@ -469,6 +469,38 @@ def test_nothing_is_left_of_a_plugin_that_is_gone() -> None:
 
 
 @both_ways
+@pytest.mark.parametrize("optimizer", CASES)
+def test_a_plain_loop_after_fabric(optimizer: str) -> None:
+    """The model trains on without Fabric, with an optimizer of its own; its gradients carry no loss scale."""
+
+    def train(plugin: Any) -> Any:
+        loop = Loop(plugin, optimizer=OPTIMIZERS[optimizer]).run(batches(2))
+        module = loop.model.module
+        plain = OPTIMIZERS[optimizer](module.parameters())
+        for batch in map(loop.fabric.to_device, batches(3)):
+            plain.zero_grad()
+            module(batch).square().mean().backward()
+            plain.step()
+        return loop.weights()
+
+    assert_same(train(FabricPlugins().fp16()), train(None))
+
+
+@both_ways
+@pytest.mark.parametrize("optimizer", CASES)
+def test_lazy_modules(optimizer: str) -> None:
+    """The first forward, after `fabric.setup`, gives the weights a shape. BatchNorm needs one before."""
+    make = lambda: Exact(nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(1)))  # noqa: E731
+    plugin, trouble = FabricPlugins().fp16(), {0: "gradient"}
+    loop = Loop(plugin, make, OPTIMIZERS[optimizer], trouble).run()  # type: ignore[arg-type]
+    reference = Loop(None, make, OPTIMIZERS[optimizer]).run(without([0]))
+    assert_same(loop.weights(), reference.weights())
+    loop = Loop(FabricPlugins().bf16(), lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()))
+    with pytest.raises(ValueError, match=r"`1\.running_mean`.*before `fabric\.setup`"):
+        loop.model(batches()[0])
+
+
+@both_ways
 def test_three_models_one_without_an_optimizer() -> None:
     """A frozen teacher and a model that is only evaluated."""
     plugin = FabricPlugins().fp16()
