@@ -71,8 +71,11 @@ class HeldSchedule:
 
             return method
 
-        # A checkpoint reads the optimizer's state, with its learning rate, before the scheduler's state.
-        self._hook = self.optimizer.register_state_dict_pre_hook(lambda _: held.resolve())
+        # A checkpoint reads and loads the optimizer's state, with its learning rate, before the scheduler's state.
+        self._hooks = (
+            self.optimizer.register_state_dict_pre_hook(lambda _: held.resolve()),
+            self.optimizer.register_load_state_dict_pre_hook(lambda _, __: held.resolve()),
+        )
         members = {name: resolved(name) for name in ("state_dict", "load_state_dict", "get_last_lr")}
         self._class = _modules.swap_class(scheduler, {**members, "step": step}, before_pickle=self.resolve)
 
@@ -100,7 +103,8 @@ class HeldSchedule:
         try:
             self.resolve()
         finally:
-            self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             if type(self._scheduler) is self._class:
                 self._scheduler.__class__ = self._base  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -31,7 +31,7 @@ from support.fabric import (
 )
 from support.promises import fused_adamw, plain_adamw, plain_sgd
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, FabricAmpPrecision
@@ -111,6 +111,37 @@ def test_a_cut_leaves_no_trace(precision: str, optimizer: str, cut: int, tmp_pat
 
 
 @both_ways
+@both_ways
+@pytest.mark.parametrize("way", ["guard", "on_applied"])
+@pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
+def test_a_run_goes_back_to_an_earlier_checkpoint(optimizer: str, way: str, tmp_path: Path) -> None:
+    """If only the device knows of the last step, its schedule step is still due. It must not follow the load."""
+
+    def train(plugin: Any) -> Any:
+        loop = Loop(plugin, optimizer=OPTIMIZERS[optimizer])
+        schedule = CosineAnnealingLR(loop.raw, 40)
+        if plugin is not None and way == "guard":
+            schedule = plugin.guard(schedule)
+
+        def after(_: Loop) -> None:
+            schedule.step() if plugin is None or way == "guard" else plugin.on_applied(schedule.step)
+
+        state = {"model": loop.model, "optimizer": loop.optimizer, "schedule": schedule}
+        state |= {} if plugin is None else {"amp": plugin}
+        loop.run(batches(2), after=after)
+        loop.fabric.save(tmp_path / "checkpoint.pt", state)
+        for batch in batches(3, seed=1):
+            loop.optimizer.zero_grad()
+            loop.backward(batch)
+            loop.optimizer.step()
+            after(loop)
+        loop.fabric.load(tmp_path / "checkpoint.pt", state)
+        loop.run(after=after)
+        return loop.weights(), float(loop.raw.param_groups[0]["lr"])
+
+    assert_same(train(FabricPlugins().fp16()), train(None))
+
+
 def test_saving_changes_nothing(tmp_path: Path) -> None:
     saved, plain = Run("fp16", fused_adamw), Run("fp16", fused_adamw).train(0, 20)
     for index in range(20):
