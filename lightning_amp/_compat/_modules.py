@@ -143,9 +143,18 @@ def swap_class(instance: Any, methods: dict[str, Any], before_pickle: Callable[[
 
     def __reduce_ex__(this: Any, protocol: Any) -> Any:  # noqa: N807
         before_pickle()
-        return copyreg._reconstructor, (base, object, None), dict(vars(this))  # pyright: ignore[reportAttributeAccessIssue]
+        own = type(this)
+        this.__class__ = base
+        try:
+            parts = this.__reduce_ex__(protocol)
+        finally:
+            this.__class__ = own
+        if parts[0] is not copyreg.__newobj__:  # pyright: ignore[reportAttributeAccessIssue]
+            return parts
+        # pickle compares the class in the arguments of `__newobj__` with the swapped class
+        return copyreg._reconstructor, (base, object, None), *parts[2:]  # pyright: ignore[reportAttributeAccessIssue]
 
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, "__slots__": ()}
     members = {**names, **methods, "__reduce_ex__": __reduce_ex__}
     instance.__class__ = swapped = type(base.__name__, (base,), members)
     return swapped

@@ -75,6 +75,7 @@ class FabricAmpPrecision(Precision):
         skip_nonfinite: Skip steps with non-finite gradients in bf16 and fp32 too.
         restore_buffers: Rules for buffers that a skipped step restores.
         fp8_recipe: For `"fp8"` only.
+        process_group: The ranks that train and skip together, if only some do; the `process_group` of the strategy.
 
     Raises:
         ValueError: For a wrong argument. At the first forward, for a precision that the device cannot run, a rule that
@@ -94,6 +95,7 @@ class FabricAmpPrecision(Precision):
         skip_nonfinite: bool = True,
         restore_buffers: Sequence[str] = (),
         fp8_recipe: Any = None,
+        process_group: Any = None,
     ) -> None:
         self._settings = Settings(precision, None, scaler, fp8_recipe)
         self.fp8_recipe = self._settings.fp8_recipe
@@ -101,6 +103,7 @@ class FabricAmpPrecision(Precision):
         require_bool("skip_nonfinite", skip_nonfinite)
         self.skip_nonfinite = skip_nonfinite
         self.restore_buffers = checked_buffer_rules(restore_buffers)
+        self.process_group = process_group
         self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # until the first step
         self._start_afresh()
 
@@ -116,7 +119,8 @@ class FabricAmpPrecision(Precision):
             modules = None if (this := plugin()) is None else this._set_up
             return "" if modules is None else _refusals.describe_nonfinite_gradients(*modules.modules)
 
-        self._steps = ScaledSteps.of_plugin(scaler, self.skip_nonfinite, _IN_FABRIC, call, describe)
+        self._steps = ScaledSteps(scaler, skip_nonfinite=self.skip_nonfinite, process_group=self.process_group)
+        self._steps.begin_as(_IN_FABRIC, call, describe)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings and the scaler for a pickle or a deep copy, without the modules and steps."""
@@ -254,7 +258,7 @@ class FabricAmpPrecision(Precision):
         last = None if self._loaded is None else Saved(self._loaded, type(self).__name__).record_if_any("last_step")
         if last is not None and last.precision:
             return Choice.of(last.precision), "as in the checkpoint"
-        return pick_for_all_ranks(self._new[0], device)
+        return pick_for_all_ranks(self._new[0], device, self.process_group)
 
     # -- backward and step ---------------------------------------------------------------------------------------------
 
@@ -289,14 +293,15 @@ class FabricAmpPrecision(Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        if self._loaded is not None and self._set_up is None:
+            return dict(self._loaded)
         return self._steps.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._set_up is None and self._choice is None:
-            self._loaded = state_dict  # "auto" chooses the precision at the first forward
-        else:
-            say(self._steps.load(state_dict, type(self).__name__))
+        say(self._steps.load(state_dict, type(self).__name__))
+        if self._set_up is None and self._choice is None:  # "auto" chooses the precision at the first forward
+            self._loaded = state_dict
 
     @override
     def teardown(self) -> None:

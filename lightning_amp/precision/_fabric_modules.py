@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from typing_extensions import final
 
 from lightning_amp._compat import _modules, _sharding, _torch
@@ -84,6 +85,12 @@ class FabricModules:
         first = not self.modules
         rules = _by_module(modules, self._rules, modules_matching, strict=first)
         buffers = _by_module(modules, self._buffer_rules, matching_places, strict=first)
+        for module in modules if self.skips else ():
+            if lazy := next((name for name, buffer in module.named_buffers() if is_lazy(buffer)), None):
+                raise ValueError(
+                    f"A skipped step cannot restore the buffer `{lazy}` of a lazy module, which has no shape yet: call"
+                    " `model(batch)` once before `fabric.setup`."
+                )
         for module in modules if self._choice.mixed else ():
             if half := _upcast_parameters.trained_in_half(module):
                 name, dtype = next(iter(half.items()))

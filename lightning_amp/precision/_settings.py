@@ -132,10 +132,11 @@ def pick_on_all_ranks(module: LightningModule, device: torch.device) -> tuple[Ch
     return strategy.broadcast(picked) or Choice.pick(device, module)
 
 
-def pick_for_all_ranks(module: nn.Module, device: torch.device) -> tuple[Choice, str]:
-    """Pick the precision for `"auto"` in Fabric, and give the reason; rank 0 decides for all."""
+def pick_for_all_ranks(module: nn.Module, device: torch.device, group: Any) -> tuple[Choice, str]:
+    """Pick the precision for `"auto"` in Fabric, and give the reason; the first rank of the group decides for all."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return Choice.pick(device, module)
-    picked = [Choice.pick(device, module) if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(picked)
+    first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
+    picked = [Choice.pick(device, module) if torch.distributed.get_rank() == first else None]
+    torch.distributed.broadcast_object_list(picked, first, group)
     return picked[0] or Choice.pick(device, module)

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import final
 
@@ -46,7 +47,7 @@ class BackwardWatch:
         for optimizer in optimizers:
             mine = list(parameters(optimizer))
             known.update(map(id, mine))
-            first = next((p for p in mine if p.requires_grad and p.is_leaf), None)
+            first = next((p for p in mine if _can_be_watched(p)), None)
             if first is not None:
                 self._spokesmen[id(optimizer)] = first
                 self._watch(first)
@@ -58,7 +59,7 @@ class BackwardWatch:
             self._watch(parameter)
 
     def _watch(self, parameter: Any) -> None:
-        if id(parameter) in self._handles or not parameter.requires_grad or not parameter.is_leaf:
+        if id(parameter) in self._handles or not _can_be_watched(parameter):
             return
 
         key = id(parameter)
@@ -80,7 +81,7 @@ class BackwardWatch:
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Watch one parameter of an optimizer that is known from now on, instead of all."""
-        mine = [p for p in parameters(optimizer) if p.requires_grad and p.is_leaf]
+        mine = [p for p in parameters(optimizer) if _can_be_watched(p)]
         first = next((p for p in mine if p.grad is not None), mine[0] if mine else None)
         if first is None:
             return
@@ -90,6 +91,9 @@ class BackwardWatch:
         for key in {id(p) for p in mine} - needed:
             for handle in self._handles.pop(key, ()):
                 handle.remove()
+            self._scales.pop(key, None)  # nothing keeps it up to date any more
+            self._left.pop(key, None)
+            self._plain.discard(key)
 
     @property
     def scale(self) -> Tensor | None:
@@ -157,3 +161,8 @@ class BackwardWatch:
         self._scales.clear()
         self._left.clear()
         self._plain.clear()
+
+
+def _can_be_watched(parameter: Any) -> bool:
+    """Return whether torch accepts hooks; a lazy parameter takes none before its first forward."""
+    return parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter)

@@ -82,6 +82,10 @@ class CommonScale:
         """Return the state of an optimizer; `None` for a new one."""
         return self._states.get(id(optimizer))
 
+    def parameters(self) -> set[int]:
+        """Return the ids of all parameters of known optimizers."""
+        return {id(p) for state in self._states.values() for p in parameters(state.optimizer)}
+
     def checked(self) -> list[GradientState]:
         """Return the states whose gradients were unscaled and checked, and not stepped with since."""
         states = self._states.values()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import final
 
-from lightning_amp._compat import _sharding, _torch
+from lightning_amp._compat import _modules, _sharding, _torch
 from lightning_amp.numerics import dense, nonfinite_flag
 from lightning_amp.scaling import _scalars
 from lightning_amp.scaling._gradients import Gradients, has_gradients, inverse, parameters
@@ -97,6 +97,7 @@ class GradientState:
         self._may_move_first = not self.always_calls_closure or isinstance(optimizer, torch.optim.LBFGS)
         self._kept = _StaysFound()
         self._closure_calls: int | None = None  # in its last step
+        self._moves_first = False  # whether it has moved parameters before its first closure call
         self._had_gradients = False  # on this rank, in any step
         self._spare_flag: Tensor | None = None  # a flag that is still 0.0, for reuse
 
@@ -283,11 +284,16 @@ class GradientState:
     @property
     def needs_snapshot(self) -> bool:
         """Return whether the optimizer may change parameters before its last closure call."""
-        return self._may_move_first and (self._closure_calls is None or self._closure_calls > 1)
+        return self._may_move_first and (self._moves_first or self._closure_calls is None or self._closure_calls > 1)
 
-    def note_closure_calls(self, count: int) -> None:
-        """Record how often a step has called its closure, even if the step failed."""
+    def count_edits(self) -> int:
+        """Return a number that grows when parameters change; always 0 for optimizers that never move them first."""
+        return sum(map(_modules.version, parameters(self.optimizer))) if self._may_move_first else 0
+
+    def note_closure_calls(self, count: int, *, moved_first: bool) -> None:
+        """Record how often a step has called its closure, and if it moved parameters before, even if it failed."""
         self._closure_calls = count
+        self._moves_first |= moved_first
 
     def release(self) -> None:
         """Treat the gradients as true ones that were not checked."""

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp.scaling._records import Skip
+
+_MAX_SKIPS = 64
+"""Number of outcomes after which a tally combines them on the device."""
 
 
 @final
@@ -24,8 +29,15 @@ class Tally:
 
     def observe(self, optimizer: Optimizer, skip: Skip) -> None:
         """Add the outcome of a step, if it is a step of this optimizer."""
-        if self.optimizer is None or self.optimizer is optimizer:
-            self.skips.append(skip)
+        if self.optimizer is not None and self.optimizer is not optimizer:
+            return
+        if skip.known is False:  # one applied step decides
+            self.skips.clear()
+        self.skips.append(skip)
+        if len(self.skips) > _MAX_SKIPS:
+            flags = [each.value for each in self.skips if isinstance(each.value, Tensor)]
+            applied = any(each.known is False for each in self.skips)
+            self.skips = [Skip.NO if applied else Skip(torch.stack(flags).amin()) if flags else Skip.YES]
 
     def take(self) -> list[Skip]:
         """Return the skips so far, and reset them."""
@@ -59,8 +71,11 @@ class HeldSchedule:
 
             return method
 
-        # A checkpoint reads the optimizer's state, with its learning rate, before the scheduler's state.
-        self._hook = self.optimizer.register_state_dict_pre_hook(lambda _: held.resolve())
+        # A checkpoint reads and loads the optimizer's state, with its learning rate, before the scheduler's state.
+        self._hooks = (
+            self.optimizer.register_state_dict_pre_hook(lambda _: held.resolve()),
+            self.optimizer.register_load_state_dict_pre_hook(lambda _, __: held.resolve()),
+        )
         members = {name: resolved(name) for name in ("state_dict", "load_state_dict", "get_last_lr")}
         self._class = _modules.swap_class(scheduler, {**members, "step": step}, before_pickle=self.resolve)
 
@@ -88,7 +103,8 @@ class HeldSchedule:
         try:
             self.resolve()
         finally:
-            self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             if type(self._scheduler) is self._class:
                 self._scheduler.__class__ = self._base  # pyright: ignore[reportAttributeAccessIssue]
 

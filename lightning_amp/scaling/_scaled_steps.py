@@ -82,6 +82,7 @@ class ScaledSteps:
             `None`, for bf16 and fp32: the loss is not scaled.
         optimizers: All optimizers. Of one that is missing here, the first step is counted as a round of its own.
         skip_nonfinite: Skip steps with non-finite gradients without a scaler too.
+        process_group: The ranks that step and skip together; by default all ranks.
 
     Raises:
         ValueError: For an argument of the wrong type.
@@ -93,7 +94,12 @@ class ScaledSteps:
     """
 
     def __init__(
-        self, scaler: Scaler = None, optimizers: Iterable[Optimizer] = (), *, skip_nonfinite: bool = True
+        self,
+        scaler: Scaler = None,
+        optimizers: Iterable[Optimizer] = (),
+        *,
+        skip_nonfinite: bool = True,
+        process_group: Any = None,
     ) -> None:
         scaler = DynamicLossScaler.static(scaler) if isinstance(scaler, (int, float)) else scaler
         legal = "a `DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static scale"
@@ -105,10 +111,12 @@ class ScaledSteps:
         require(fine, "optimizers", "a sequence of `torch.optim.Optimizer`", optimizers)
         self.scaler: torch.amp.GradScaler | None = scaler
         self.skip_nonfinite = skip_nonfinite
+        self.process_group = process_group
         self._optimizers = unwrapped
-        self._begin_as(_OWN_LOOP, "steps.backward(loss)", str)
+        self.begin_as(_OWN_LOOP, "steps.backward(loss)", str)
 
-    def _begin_as(self, advice: Advice, backward_call: str, describe_skips: Callable[[], str]) -> None:
+    def begin_as(self, advice: Advice, backward_call: str, describe_skips: Callable[[], str]) -> None:
+        """Begin as the steps of a plugin, whose errors give `advice`, and which tells later of its parameters."""
         self._advice, self._backward_call = advice, backward_call
         self._ledger = Ledger(self.scaler, describe_skips, has_callbacks=False)
         self._steps: OptimizerSteps | None = None
@@ -123,23 +131,10 @@ class ScaledSteps:
         self._tallies: list[Tally] = []
         self._schedules: list[HeldSchedule] = []
 
-    @classmethod
-    def of_plugin(
-        cls,
-        scaler: torch.amp.GradScaler | None,
-        skip_nonfinite: bool,
-        advice: Advice,
-        backward_call: str,
-        describe_skips: Callable[[], str],
-    ) -> ScaledSteps:
-        """Make the steps of a plugin, whose errors give `advice`. It tells later of parameters and optimizers."""
-        steps = cls(scaler, skip_nonfinite=skip_nonfinite)
-        steps._begin_as(advice, backward_call, describe_skips)
-        return steps
-
     def expect(self, others: Iterable[Any], device: torch.device, *observers: Observer) -> None:
         """Record parameters that optimizers are to come for, and the device on which all ranks agree."""
-        others = [p for p in others if p.requires_grad and id(p) not in self._expected]
+        known = self._expected.keys() | (set() if self._steps is None else self._steps.gradients.parameters())
+        others = [p for p in others if p.requires_grad and id(p) not in known]
         self._expected |= {id(p): p for p in others}
         self._reduces_on = device
         self._observers += observers
@@ -164,9 +159,9 @@ class ScaledSteps:
             if scaler is not None:
                 _torch.set_scaler_device(scaler, device.type)
                 watch = BackwardWatch(self._optimizers, ())
-            distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-            several = distributed and torch.distributed.get_world_size() > 1
-            reduce = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX) if several else None
+            dist = torch.distributed
+            several = dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1
+            reduce = partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=self.process_group) if several else None
             self._steps = OptimizerSteps(
                 scaler,
                 self.skip_nonfinite,
@@ -278,7 +273,7 @@ class ScaledSteps:
         plan = StepPlan(fold=True, asks_for_loss=bool(self._observers))
         with _autocast_off(device):
             output, result = steps.step(
-                optimizer, closure or _nothing, _nothing, plan, closure_runs_backward=closure is not None, **kwargs
+                optimizer, closure or _nothing, _nothing, plan, closure_runs_backward=False, **kwargs
             )
         self._latest, self._loss = result, None
         for observer in self._observers:
@@ -386,6 +381,7 @@ class ScaledSteps:
     def load(self, state_dict: dict[str, Any], name: str) -> list[str]:
         """Load a state that errors call `name`. Return a sentence for each setting that stays as it was passed."""
         sentences = self._ledger.load(state_dict, self.scaler, name)
+        self._noted.clear()  # these calls belong to a step after the checkpoint
         if self._steps is not None:
             self._steps.gradients.note_scale()
         return sentences

@@ -170,7 +170,7 @@ class OptimizerSteps:
             self._running = outer
             if state.decides_on_device:
                 _torch.clear_amp_attributes(optimizer)
-            state.note_closure_calls(step.calls)
+            state.note_closure_calls(step.calls, moved_first=step.moved_first)
         return output, self._record(state, step.skip)
 
     def skip_left_out(self) -> list[tuple[Optimizer, StepResult]]:
@@ -251,6 +251,7 @@ class _Step:
 
     Attributes:
         calls: How often the optimizer has called its closure.
+        moved_first: Whether it moved parameters before the first call.
         in_closure: Whether the closure runs now.
         skip: Whether the step was skipped.
 
@@ -265,11 +266,13 @@ class _Step:
         plan: StepPlan,
     ) -> None:
         self.calls = 0
+        self.moved_first = False
         self.in_closure = False
         self.skip = Skip.NO
         self._steps, self._state, self._plan = steps, state, plan
         self._closure, self._before_update = closure, before_update
         self._undo = _snapshot(state.optimizer) if steps.skips and state.needs_snapshot else None
+        self._edits = state.count_edits()
         self._result: Any = None
         self._on_device = False
 
@@ -285,12 +288,14 @@ class _Step:
             if skip.step is not self:
                 raise
             self.skip = Skip.YES
-            if self._undo is not None and self.calls > 1:
+            if self._undo is not None and (self.moved_first or self.calls > 1):
                 self._undo()
             return self._result
 
     def _run_closure(self) -> Any:
         """Compute gradients, run hooks and clipping on them, and leave `optimizer.step` if it must be skipped."""
+        if self.calls == 0:
+            self.moved_first = self._state.count_edits() != self._edits
         self.in_closure = True
         self._result = self._closure()
         self.calls += 1
@@ -348,7 +353,7 @@ class _Step:
 def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
     """Copy parameters and optimizer state, and return a function that restores them.
 
-    For optimizers that call their closure again after they have moved parameters. An optimizer inside the optimizer is
+    For optimizers that move parameters before a call of their closure. An optimizer inside the optimizer is
     copied too.
     """
     optimizers = [optimizer, *(v for v in vars(optimizer).values() if isinstance(v, Optimizer))]

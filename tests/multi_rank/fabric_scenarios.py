@@ -244,5 +244,29 @@ def stuck() -> Any:
     return messages
 
 
+@scenario
+def decoupled() -> Any:
+    """Rank 1 trains in a group of its own, while rank 0 only plays, as in SheepRL's decoupled algorithms."""
+    make = partial(L.Fabric, accelerator=DEVICE, devices=2)
+    make(strategy=FabricDDP(timeout=TIMEOUT)).launch()
+    group = torch.distributed.new_group([1], timeout=TIMEOUT)
+    counts: list[Any] = []
+    for precision in ("fp16", "auto") if torch.distributed.get_rank() else ():
+        plugin = FabricAmpPrecision(precision, process_group=group)
+        fabric = make(strategy=FabricDDP(timeout=TIMEOUT, process_group=group), plugins=[plugin])
+        fabric.launch()
+        module = Model()
+        model, opt = fabric.setup(module, fused(module.parameters()))
+        for number, (x, _) in enumerate(data(2)):
+            opt.zero_grad()
+            loss = model(fabric.to_device(x)).pow(2).mean()
+            fabric.backward(Infinite.apply(loss) if number == 1 else loss)
+            fabric.clip_gradients(model, opt, max_norm=1.0)
+            opt.step()
+        counts.append((plugin.num_steps, plugin.num_skipped))
+    torch.distributed.barrier()
+    return counts
+
+
 if __name__ == "__main__":
     ranks.main(SCENARIOS)

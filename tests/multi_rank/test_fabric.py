@@ -12,7 +12,8 @@ from support import assert_same
 from support.launch import launch_once, shared_folder
 
 SCRIPT = Path(__file__).parent / "fabric_scenarios.py"
-SLOW = tuple(name for name in SCENARIOS if name not in QUICK and name != "stuck")
+OTHERS = ("stuck", "decoupled")
+SLOW = tuple(name for name in SCENARIOS if name not in (*QUICK, *OTHERS))
 ONE_PER_BATCH = ["none", "loss", "loss", "none", "gradient", "none", "loss", "none", "none"]
 Ranks = list[dict[str, Any]]
 
@@ -24,7 +25,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return launch_once(SCRIPT, 2, shared_folder(tmp_path_factory, "fabric-slow"), *SLOW, "stuck")
+    return launch_once(SCRIPT, 2, shared_folder(tmp_path_factory, "fabric-slow"), *SLOW, *OTHERS)
 
 
 def assert_as_the_trainer(name: str, ranks: Ranks) -> None:
@@ -69,3 +70,8 @@ def test_a_stuck_run_stops_on_all_ranks(slow: Ranks) -> None:
     for message in one + other:
         assert "2 optimizer steps in a row were skipped" in message
         assert "body.0.weight" in message
+
+
+@pytest.mark.slow
+def test_only_the_ranks_of_a_group_train(slow: Ranks) -> None:
+    assert [rank["decoupled"] for rank in slow] == [[], [(8, 1), (8, 1)]]

@@ -21,6 +21,7 @@ from support.fabric import (
     batches,
     optimizer_tensors,
     promise,
+    spoilt,
     without,
 )
 from support.promises import DIFFERS, fused_adamw, fused_sgd, plain_adamw, plain_sgd
@@ -247,6 +248,39 @@ class Sam(torch.optim.Optimizer):
         return loss
 
 
+class Extrapolating(torch.optim.SGD):
+    """It moves the weights before it calls its closure, as schedule-free optimizers do, and then moves them back."""
+
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        params = [p for group in self.param_groups for p in group["params"]]
+        moves = [self.state[p].get("last", torch.full_like(p, 0.01)) for p in params]
+        with torch.no_grad():
+            torch._foreach_add_(params, moves)
+        loss = closure()
+        with torch.no_grad():
+            torch._foreach_sub_(params, moves)
+            for parameter in params:
+                self.state[parameter]["last"] = parameter.grad * 0.05
+        super().step()
+        return loss
+
+
+class SamAfterBackward(torch.optim.SGD):
+    """Sharpness-aware minimisation with the first backward before the step, as in `pytorch_optimizer`."""
+
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with torch.no_grad():
+            params = [p for group in self.param_groups for p in group["params"]]
+            moves = [p.grad * 0.05 for p in params]
+            torch._foreach_add_(params, moves)
+        self.zero_grad()
+        loss = closure()
+        with torch.no_grad():
+            torch._foreach_sub_(params, moves)
+        super().step()
+        return loss
+
+
 def lbfgs(params: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(params, lr=0.1, max_iter=3, tolerance_grad=0, tolerance_change=0)
 
@@ -269,7 +303,13 @@ def with_closures(plugin: Any, optimizer: Any, trouble: Any = None, data: Any = 
     return loop.weights(), [loss for index, loss in enumerate(losses) if index not in (trouble or {})]
 
 
-CLOSURES = {"lbfgs": lbfgs, "sam": Sam, "adamw": plain_adamw, "fused adamw": fused_adamw}
+def extrapolating(params: Any) -> torch.optim.Optimizer:
+    return Extrapolating(params, lr=0.05)
+
+
+CLOSURES = {
+    "lbfgs": lbfgs, "sam": Sam, "extrapolating": extrapolating, "adamw": plain_adamw, "fused adamw": fused_adamw
+}  # fmt: skip
 NO_CLOSURES = "not compatible|Closure use is not"
 
 
@@ -289,6 +329,33 @@ def test_closures_that_overflow(plugins: FabricPlugins, optimizer: str) -> None:
     plugin = plugins.fp16()
     assert_same(with_closures(plugin, make, bad), with_closures(None, make, data=without(bad)))
     assert plugin.num_skipped == 2
+
+
+@pytest.mark.parametrize("bad", [None, 0, 3])
+@pytest.mark.parametrize("where", ["before the step", "in the closure"])
+@promise(11, stock=NO_CLOSURES, raises=(TypeError, RuntimeError))
+def test_a_backward_before_a_step_with_a_closure(plugins: FabricPlugins, where: str, bad: int | None) -> None:
+    """The optimizer reads the gradients of the first backward before it calls its closure."""
+
+    def train(plugin: Any, data: Any, bad: int | None) -> dict[str, Tensor]:
+        loop = Loop(plugin, optimizer=lambda params: SamAfterBackward(params, lr=0.05))
+        for batch in data:
+
+            def backward(place: str, batch: Tensor = batch) -> Tensor:
+                loss = loop.loss(batch)
+                loop.fabric.backward(spoilt(loss, "gradient") if loop.index == bad and place == where else loss)
+                return loss
+
+            loop.optimizer.zero_grad()
+            backward("before the step")
+            loop.optimizer.step(lambda: backward("in the closure"))  # noqa: B023
+            loop.index += 1
+        return loop.weights()
+
+    plugin = plugins.fp16()
+    reference = train(None, batches() if bad is None else without([bad]), None)
+    assert_same(train(plugin, batches(), bad), reference)
+    assert plugin.num_skipped == (bad is not None)
 
 
 # -- row 12: half-precision losses -------------------------------------------------------------------------------------

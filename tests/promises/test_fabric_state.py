@@ -29,9 +29,9 @@ from support.fabric import (
     slow,
     without,
 )
-from support.promises import fused_adamw, plain_adamw
+from support.promises import fused_adamw, plain_adamw, plain_sgd
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, FabricAmpPrecision
@@ -111,6 +111,37 @@ def test_a_cut_leaves_no_trace(precision: str, optimizer: str, cut: int, tmp_pat
 
 
 @both_ways
+@both_ways
+@pytest.mark.parametrize("way", ["guard", "on_applied"])
+@pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
+def test_a_run_goes_back_to_an_earlier_checkpoint(optimizer: str, way: str, tmp_path: Path) -> None:
+    """If only the device knows of the last step, its schedule step is still due. It must not follow the load."""
+
+    def train(plugin: Any) -> Any:
+        loop = Loop(plugin, optimizer=OPTIMIZERS[optimizer])
+        schedule = CosineAnnealingLR(loop.raw, 40)
+        if plugin is not None and way == "guard":
+            schedule = plugin.guard(schedule)
+
+        def after(_: Loop) -> None:
+            schedule.step() if plugin is None or way == "guard" else plugin.on_applied(schedule.step)
+
+        state = {"model": loop.model, "optimizer": loop.optimizer, "schedule": schedule}
+        state |= {} if plugin is None else {"amp": plugin}
+        loop.run(batches(2), after=after)
+        loop.fabric.save(tmp_path / "checkpoint.pt", state)
+        for batch in batches(3, seed=1):
+            loop.optimizer.zero_grad()
+            loop.backward(batch)
+            loop.optimizer.step()
+            after(loop)
+        loop.fabric.load(tmp_path / "checkpoint.pt", state)
+        loop.run(after=after)
+        return loop.weights(), float(loop.raw.param_groups[0]["lr"])
+
+    assert_same(train(FabricPlugins().fp16()), train(None))
+
+
 def test_saving_changes_nothing(tmp_path: Path) -> None:
     saved, plain = Run("fp16", fused_adamw), Run("fp16", fused_adamw).train(0, 20)
     for index in range(20):
@@ -397,6 +428,20 @@ def test_other_norms(norm_type: float) -> None:
 
 
 @both_ways
+@pytest.mark.parametrize("precision", ["auto", "fp16", "bf16"])
+def test_a_checkpoint_is_complete_before_the_first_forward(precision: str) -> None:
+    """With `"auto"`, the precision is not known yet when a checkpoint is loaded."""
+    plugin = FabricPlugins().fp16()
+    Loop(plugin, trouble={1: "gradient"}).run()
+    loaded = FabricAmpPrecision(precision)
+    loaded.load_state_dict(plugin.state_dict())
+    assert (loaded.num_steps, loaded.num_skipped) == (7, 1)
+    if precision != "bf16":  # which has no scaler
+        assert loaded.state_dict() == plugin.state_dict()
+    with pytest.raises(ValueError, match="num_steps"):
+        FabricAmpPrecision(precision).load_state_dict({**plugin.state_dict(), "num_steps": -1})
+
+
 def test_before_the_first_step() -> None:
     plugin = FabricAmpPrecision("fp16")
     assert (plugin.num_steps, plugin.num_skipped, plugin.last_step) == (0, 0, None)
@@ -415,6 +460,29 @@ def test_a_plugin_used_in_a_second_fabric_begins_with_its_own_steps() -> None:
     assert_same(first, second)
 
 
+@both_ways
+@pytest.mark.parametrize("new_optimizer", [False, True])
+def test_the_same_model_can_be_set_up_again(new_optimizer: bool) -> None:
+    """As in a notebook whose cell runs again. The scale changes while gradients accumulate over many steps."""
+
+    def train(plugin: Any) -> Any:
+        loop = Loop(plugin, optimizer=plain_sgd)
+        module = loop.model.module
+        for _ in range(3):
+            loop.raw = plain_sgd(module.parameters()) if new_optimizer else loop.raw
+            loop.model, loop.optimizer = loop.fabric.setup(module, loop.raw)
+            for index, batch in enumerate(batches()):
+                if index % 4 == 3:
+                    loop.optimizer.zero_grad()
+                loop.backward(batch)
+                loop.optimizer.step()
+        return loop.weights()
+
+    plugin = FabricPlugins().fp16(growth_interval=3)
+    assert_same(train(plugin), train(None))
+    assert plugin.num_steps == 24
+
+
 def test_nothing_is_left_of_a_plugin_that_is_gone() -> None:
     """Neither the model, nor torch's switch for compiled backwards; its hooks go when another plugin begins."""
     hooks = lambda: len(sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks)  # noqa: E731
@@ -429,6 +497,38 @@ def test_nothing_is_left_of_a_plugin_that_is_gone() -> None:
     gc.collect()
     assert (module(), plugin(), hooks()) == (None, None, before)
     assert getattr(torch._functorch.config, "backward_pass_autocast", None) == switch
+
+
+@both_ways
+@pytest.mark.parametrize("optimizer", CASES)
+def test_a_plain_loop_after_fabric(optimizer: str) -> None:
+    """The model trains on without Fabric, with an optimizer of its own; its gradients carry no loss scale."""
+
+    def train(plugin: Any) -> Any:
+        loop = Loop(plugin, optimizer=OPTIMIZERS[optimizer]).run(batches(2))
+        module = loop.model.module
+        plain = OPTIMIZERS[optimizer](module.parameters())
+        for batch in map(loop.fabric.to_device, batches(3)):
+            plain.zero_grad()
+            module(batch).square().mean().backward()
+            plain.step()
+        return loop.weights()
+
+    assert_same(train(FabricPlugins().fp16()), train(None))
+
+
+@both_ways
+@pytest.mark.parametrize("optimizer", CASES)
+def test_lazy_modules(optimizer: str) -> None:
+    """The first forward, after `fabric.setup`, gives the weights a shape. BatchNorm needs one before."""
+    make = lambda: Exact(nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(1)))  # noqa: E731
+    plugin, trouble = FabricPlugins().fp16(), {0: "gradient"}
+    loop = Loop(plugin, make, OPTIMIZERS[optimizer], trouble).run()  # type: ignore[arg-type]
+    reference = Loop(None, make, OPTIMIZERS[optimizer]).run(without([0]))
+    assert_same(loop.weights(), reference.weights())
+    loop = Loop(FabricPlugins().bf16(), lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()))
+    with pytest.raises(ValueError, match=r"`1\.running_mean`.*before `fabric\.setup`"):
+        loop.model(batches()[0])
 
 
 @both_ways

@@ -404,10 +404,12 @@ def test_a_step_that_cannot_be_read_is_taken_for_an_ordinary_one() -> None:
     assert GradientState(optimizer, 0).takes_closure
 
 
-def test_a_snapshot_is_needed_only_where_a_closure_is_called_again_after_a_move() -> None:
+def test_a_snapshot_is_needed_only_where_a_closure_is_called_after_a_move() -> None:
     users, torchs = state([1.0], make=Usual), state([1.0])
     lbfgs = state([1.0], make=torch.optim.LBFGS)
     assert (users.needs_snapshot, torchs.needs_snapshot, lbfgs.needs_snapshot) == (True, False, True)
     for calls, needed in ((1, False), (2, True), (0, False)):
-        users.note_closure_calls(calls)
+        users.note_closure_calls(calls, moved_first=False)
         assert users.needs_snapshot is needed
+    users.note_closure_calls(1, moved_first=True)
+    assert users.needs_snapshot

@@ -53,6 +53,20 @@ class Twice(Base):
         return output
 
 
+class MovesFirst(Base):
+    """Moves its weights before it calls its closure, as schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"]]
+        torch._foreach_add_(params, 1.0)
+        with torch.enable_grad():
+            output = closure()
+        torch._foreach_sub_(params, 1.0)
+        self.descend()
+        return output
+
+
 class Never(Base):
     def step(self, closure: Any = None) -> str:
         self.descend()
@@ -167,6 +181,18 @@ def test_an_overflow_in_the_second_call_takes_the_first_move_back(before: int) -
     assert loop.weights == weights
     assert dict(loop.optimizer.state.get(loop.param, {})) == state
     assert loop.step((1.0, 2.0), (1.0, 2.0)).skip.known is False
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_an_overflow_takes_a_move_before_the_closure_back(before: int) -> None:
+    loop = Loop(MovesFirst)
+    for _ in range(before):
+        loop.step((1.0, 1.0))
+    weights = loop.weights
+    assert loop.step((INF, 4.0)).skip is Skip.YES
+    assert loop.weights == weights
+    assert loop.step((1.0, 2.0)).skip.known is False
 
 
 @pytest.mark.usefixtures("where_flags_live")
