@@ -86,7 +86,7 @@ def main() -> None:
         print("This needs torchao 0.18: `pip install torchao`.")
         return
     start("What fp8 costs in accuracy, emulated")
-    print("\n| case | precision | output | input gradient | weight gradient |\n|---|---|---|---|---|")
+    print("\n| values in the layer | precision or recipe | output | input gradient | weight gradient |\n|---|---|---|---|---|")
     for name, case in CASES.items():
         for recipe in (None, *RECIPES):
             cells = " | ".join(f"{value:.1f} dB" for value in figures(case, recipe))
