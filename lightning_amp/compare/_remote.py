@@ -23,7 +23,7 @@ from typing_extensions import final
 from lightning_amp.compare._fork_server import FORK_SERVER
 from lightning_amp.compare._process import PackedTask, run_packed
 from lightning_amp.compare._run import ArmRun
-from lightning_amp.compare._store import RunFile
+from lightning_amp.compare._run_file import RunFile
 
 PROGRESS = "progress.json"
 """File in the folder of a run, with the host on which it runs and its progress. It is removed when the run ends."""

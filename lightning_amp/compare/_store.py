@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +18,9 @@ from lightning_amp._files import write_atomically
 from lightning_amp._text import named
 from lightning_amp._urls import child, location, open_to_read
 from lightning_amp.compare._run import ArmRun
+from lightning_amp.compare._run_file import FORMAT, RunFile
 
 _PLAN = "comparison.json"
-_FORMAT = 2
-
-
-@final
-@dataclass(frozen=True)
-class RunFile:
-    """The file in which a run is kept: its path or URL, and the key of the run's settings."""
-
-    path: str
-    key: str
-
-    def write(self, run: ArmRun) -> None:
-        """Keep a run. Of two writers at once, one wins, and the file is never half written.
-
-        Raises:
-            OSError: If the file cannot be written.
-
-        """
-        data = {"format": _FORMAT, "key": self.key, "run": run.to_data()}
-        write_atomically(self.path, lambda file: file.write(json.dumps(data, allow_nan=False)))
 
 
 @final
@@ -76,7 +56,7 @@ class Store:
         earlier = self._read(_PLAN) or {}
         self._refuse_other_settings(dirpath, earlier)
         kept: Any = earlier.get("arms") if isinstance(earlier.get("comparison"), dict) else None
-        data = {"format": _FORMAT, "comparison": settings, "arms": {**(kept or {}), **arms}}
+        data = {"format": FORMAT, "comparison": settings, "arms": {**(kept or {}), **arms}}
         write_atomically(child(self._folder, _PLAN), lambda file: json.dump(data, file))
         if without_text:
             _messages.warn(
@@ -170,7 +150,7 @@ class Store:
                 data = json.load(file)
         except (FileNotFoundError, ValueError):  # a `ValueError`: the file is half written, or is not text
             return None
-        return data if isinstance(data, dict) and data.get("format") == _FORMAT else None
+        return data if isinstance(data, dict) and data.get("format") == FORMAT else None
 
 
 def file_name(label: str, seed: int) -> str:

@@ -16,6 +16,7 @@ from zoo.compared import Waves
 from zoo.executors import Inline, Job, always, compare, trained
 
 from lightning_amp.compare import _executors, _remote
+from lightning_amp.compare._fork_server import ForkServer
 from lightning_amp.compare._process import PackedTask
 from lightning_amp.compare._remote import Assignment, train
 from lightning_amp.compare._run import ArmRun
@@ -31,6 +32,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return trained(task)
 
     monkeypatch.setattr(_remote, "run_packed", run_packed)
+    monkeypatch.setattr(_remote, "FORK_SERVER", ForkServer())  # a worker keeps its server to its end
     monkeypatch.setattr(_executors, "_POLL_S", 0.001)
     return names
 
@@ -55,8 +57,13 @@ class Records(Inline):
 
 def test_workers_with_another_version(monkeypatch: pytest.MonkeyPatch, ran: list[str], tmp_path: Path) -> None:
     own = _remote.versions()
-    monkeypatch.setattr(_remote, "versions", lambda: {**own, "torch": "1.2.3"})
-    executor = Records()
+
+    def change(fn: Any, assignment: Assignment) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(_remote, "versions", lambda: {**own, "torch": "1.2.3"})
+            return fn(assignment)
+
+    executor = Records(change)
     message = (
         rf"must have the same packages as this process: torch is 1\.2\.3, not {own['torch']} on .*Here are .*torch"
     )
