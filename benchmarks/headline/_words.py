@@ -52,8 +52,8 @@ HOW = """\
   "Activations" is the rest of the peak, including copies in half precision and temporary tensors. If the peak comes
   before all gradients exist, the true size of the activations is larger.
 - MFU is the FLOPs of the model's matrix products per second, divided by the device's peak in that format. A step counts
-  three times the FLOPs of a forward, with full attention and without recomputation. The peak is without sparsity, from
-  the vendor's data sheet; "-" means that it is not known.
+  three times the FLOPs of a forward, with full attention and without recomputation. The peak is the value without
+  sparsity in the vendor's data sheet; "-" means that it is not known.
 - "Waits per step" is how often the host waits for the device (`torch.cuda.set_sync_debug_mode`). In GPT-2 and LLaMA,
   transformers itself waits once in each precision, to read the positions.
 - Images have their channels last in all precisions. Optimizers are fused. All models have random weights. The
