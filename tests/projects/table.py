@@ -88,8 +88,10 @@ def cells_of(result: Result, precision: str) -> list[str]:
     if precision not in result.errors:
         return ["not run", *[""] * (columns - 1)]
     ours, stock = result.errors[precision]["ours"], result.errors[precision]["stock"]
-    cells = [f"{number(ours, 'gradient')} / {number(stock, 'gradient')}"]
-    cells += [f"{number(ours, 'losses')} / {number(stock, 'losses')}"]
+    both_fail = bool(ours.failed and stock.failed)
+    cells = [
+        "both fail" if both_fail else f"{number(ours, name)} / {number(stock, name)}" for name in ("gradient", "losses")
+    ]
     if precision == "fp16":
         cells += [f"{ours.applied} / {stock.applied} / {result.steps}"]
     same = ", bit-identical" * result.same_bits_as_stock.get(precision, False)
