@@ -20,7 +20,7 @@ REHEARSAL = """\
 **A rehearsal: no figure of this section means anything.** It was made by `--tiny`, with toy sizes. It shows that the
 commands run, and nothing else."""
 
-NOT_YET = "**Not yet measured**: no GPU was at hand so far."
+NOT_YET = "**Not yet measured**: no GPU was available so far."
 
 
 def page(records: Sequence[Record]) -> str:

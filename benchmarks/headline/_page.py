@@ -27,7 +27,7 @@ def page(records: Sequence[Record]) -> str:
     machines = sorted({record.machine for record in records}, key=lambda machine: (machine.tiny, machine))
     parts = [_words.TITLE]
     if not machines:
-        parts += [f"**{NOT_YET.capitalize()}**: no GPU was at hand so far.", "", *_claims(None, {}), ""]
+        parts += [f"**{NOT_YET.capitalize()}**: no GPU was available so far.", "", *_claims(None, {}), ""]
     for machine in machines:
         parts += [*_section(machine, [record for record in records if record.machine == machine]), ""]
     parts += [_words.WHY, "", *_fixed_memory(), "", _words.HOW, "", *_sizes(), "", _words.RUN]
@@ -55,10 +55,10 @@ def _section(machine: Machine, records: Sequence[Record]) -> Iterable[str]:
 
 def _claims(machine: Machine | None, outcomes: _Outcomes) -> Iterable[str]:
     """Write each claim beside the measurement in bf16 and in fp16, eager, at the usual batch."""
-    yield "| model | the articles | measured: speed against strict fp32, and against TF32 | measured: peak memory |"
+    yield "| model | claim of articles | measured speed against strict fp32, and against TF32 | measured peak memory |"
     yield "|---|---|---|---|"
     for model in MODELS.values():
-        claim = f"{model.claim.speed:g}x, {model.claim.memory}" if model.claim else "no claim"
+        claim = f"{model.claim.speed:g}x as fast, {model.claim.memory}" if model.claim else "no claim"
         size = model.tiny if machine is not None and machine.tiny else model.sizes[0]
         case = Run(model.name, "", *size)
         speed = _each(case, outcomes, _speed_ups) or NOT_YET
@@ -206,7 +206,7 @@ def _fixed_memory() -> Iterable[str]:
 
 
 def _sizes() -> Iterable[str]:
-    yield "| model | batch | why |"
+    yield "| model | batch | reason |"
     yield "|---|---|---|"
     for model in MODELS.values():
         sizes = " and ".join(model.size_text(size) for size in model.sizes)

@@ -11,7 +11,7 @@ and memory of whole training steps by `Trainer.fit` on synthetic data. The arms 
 Lightning's own bf16 and fp16 (`precision="bf16-mixed"`, `"16-mixed"`), and `AmpPrecision` in bf16, fp16 and fp8.
 `compare_precisions` measures the effect of a precision on the metrics of your own model.
 
-For each device the first table compares the usual batch of each model, not compiled. The tables after it show all runs.
+For each device, the first table shows each model with its usual batch, not compiled. The tables after it show all runs.
 """
 
 TINY = """\
@@ -23,16 +23,16 @@ WHY = """\
 
 - **The claims probably compare with fp32 without TF32.** On NVIDIA GPUs since Ampere, convolutions run in TF32 by
   default. fp32 matrix products run in TF32 after `torch.set_float32_matmul_precision("high")`. On an H100 or H200
-  that is seven times as many FLOPs per second as in strict fp32, and bf16 and fp16 are twice as many again. A
+  TF32 has seven times the peak FLOPs of strict fp32, and bf16 and fp16 have twice the peak of TF32. A
   speed-up over strict fp32 can therefore be larger than claimed, and a speed-up over TF32, the usual setting, smaller.
 - **The memory of weights does not halve.** With AdamW, mixed precision keeps 16 bytes per parameter: the weight in
   fp32 (4), its gradient (4) and two states (8). With SGD and momentum it keeps 12 bytes. Only activations
   become smaller, and autocast adds a copy of the weights in half precision. The saved memory therefore depends on the
   batch, and not on the precision alone. The table below shows the memory that
-  no precision saves.
+  is the same in every precision.
 - **75 GB are not enough to train a LLaMA of 7B with AdamW in fp32.** Weights, gradients and states alone are 16 x
-  6.74 G bytes = 108 GB (100 GiB), in fp32 and in bf16. A reduction from 75 to 42 GB takes other
-  means too: weights in half precision, a smaller optimizer, adapters, or several GPUs.
+  6.74 G bytes = 108 GB (100 GiB), in fp32 and in bf16. A reduction from 75 to 42 GB needs more than
+  mixed precision: weights in half precision, a smaller optimizer, adapters, or several GPUs.
 - **Every GPU differs.** Only matrix units become faster. The rest (normalisation, the optimizer, data) is limited by
   memory bandwidth, or by the host if the model is small."""
 
@@ -50,10 +50,10 @@ HOW = """\
 - Peak memory covers the timed steps. The allocator counts it (`torch.cuda.max_memory_allocated`); on a CPU it is the
   size of all tensors. Weights (and buffers), gradients and optimizer states are counted tensor by tensor.
   "Activations" is the rest of the peak, including copies in half precision and temporary tensors. If the peak comes
-  before all gradients exist, activations take more than this.
+  before all gradients exist, the true size of the activations is larger.
 - MFU is the FLOPs of the model's matrix products per second, divided by the device's peak in that format. A step counts
-  three times the FLOPs of a forward, with full attention and without recomputation. The peak is without sparsity, from
-  the vendor's data sheet; "-" means that it is not known.
+  three times the FLOPs of a forward, with full attention and without recomputation. The peak is the value without
+  sparsity in the vendor's data sheet; "-" means that it is not known.
 - "Waits per step" is how often the host waits for the device (`torch.cuda.set_sync_debug_mode`). In GPT-2 and LLaMA,
   transformers itself waits once in each precision, to read the positions.
 - Images have their channels last in all precisions. Optimizers are fused. All models have random weights. The
@@ -72,13 +72,13 @@ RUN = """\
 python -m benchmarks.headline --list                 # the plan, and how long it takes
 python -m benchmarks.headline --limit-minutes 9      # as much as fits; call it again to continue
 python -m benchmarks.headline --only gpt2,llama_1b   # these models only
-python -m benchmarks.headline --tiny                 # on a CPU, at toy sizes: does it run?
+python -m benchmarks.headline --tiny                 # a quick trial on a CPU, with toy sizes
 ```
 
 It needs a checkout, torch, lightning, torchmetrics and transformers. ResNet-50 and EfficientNet-B7 come from
 torchvision, or from transformers if torchvision is missing. fp8 needs torchao. Nothing is downloaded. The records
 are in `headline.json` beside this page, one per line; `--page-only` writes the page from them. Each device, and each
-set of versions, has its own section. A run that does not fit into memory is a result. `--retry` repeats runs that
+set of versions, has its own section. A run that does not fit into memory is recorded too. `--retry` repeats runs that
 failed or took too long.
 """
 

@@ -49,7 +49,7 @@ def tiny(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 CASES: dict[str, Case] = {
     "normal values": lambda x, grad: (x, grad),
-    "one row 1e6 times as large": one_row,
+    "one row a million times as large as the others": one_row,
     "gradients over many orders of magnitude": scattered,
     "gradients of 1e-18": tiny,
 }
@@ -86,7 +86,8 @@ def main() -> None:
         print("This needs torchao 0.18: `pip install torchao`.")
         return
     start("What fp8 costs in accuracy, emulated")
-    print("\n| values in the layer | precision or recipe | output | input gradient | weight gradient |\n|---|---|---|---|---|")
+    print("\n| values in the layer | precision or recipe | output | input gradient | weight gradient |")
+    print("|---|---|---|---|---|")
     for name, case in CASES.items():
         for recipe in (None, *RECIPES):
             cells = " | ".join(f"{value:.1f} dB" for value in figures(case, recipe))

@@ -114,7 +114,7 @@ def row(kind: str, uses: int, precision: str, batch: Tensor) -> str:
     per_use = look(kind, uses, stock(precision), batch)
     cached = look(kind, uses, stock(precision, Cached), batch)
     mine = look(kind, uses, AmpPrecision(precision), batch)
-    same = "same bits" if torch.equal(mine.gradient, per_use.gradient) else f"{error(mine):.2g}"
+    same = "bit-identical" if torch.equal(mine.gradient, per_use.gradient) else f"{error(mine):.2g}"
 
     def side(plugin: Any) -> Callable[[Turns], None]:
         return lambda turns: fit(Timed(Loop(kind, uses), torch.optim.SGD, lr=0.0), plugin, turns, batch)
@@ -132,7 +132,7 @@ def main() -> None:
     start(f"One layer of width {WIDTH}, batch {BATCH}, used again and again; gradients against fp32")
     print(
         "\n| layer | uses | precision | error: `AmpPrecision` | error: a cast per use (Lightning) | error: autocast's"
-        " cache (plain torch) | copies held, in this order | x as fast as Lightning |\n"
+        " cache (plain torch) | copies held in these three cases | times as fast as Lightning |\n"
         "|---|---|---|---|---|---|---|---|"
     )
     generator = torch.Generator().manual_seed(0)

@@ -31,23 +31,24 @@ PACKAGES = (
 INTRODUCTION = """\
 # Projects
 
-This page lists small projects as other people write them. Each is trained in fp32, with `AmpPrecision` and with
-Lightning's own plugin, from one seed and for a few optimizer steps on the CPU. `make projects` writes this page. The
-code is in `tests/projects/`, and `tests/projects/judge.py` compares the results.
+This page lists small projects in the style of other people's code. Each is trained in fp32, with `AmpPrecision` and
+with Lightning's own plugin, from one seed and for a few optimizer steps on the CPU. `make projects` writes this page.
+The code is in `tests/projects/`, and `tests/projects/judge.py` compares the results.
 
 Each number is an error against plain fp32, **with `AmpPrecision` / with Lightning's own plugin**:
 
 - The error of the gradients is `||g - g32|| / ||g32||` in the first optimizer step.
 - The error of the losses is the largest difference, relative to the largest loss.
-- `=` means the same trained weights, bit for bit, as with Lightning's own plugin.
-- Steps are the applied steps with `AmpPrecision` / with Lightning's plugin / in fp32. With the
+- *bit-identical* means that the trained weights equal the weights with Lightning's own plugin, bit for bit.
+- The applied steps are those with `AmpPrecision` / with Lightning's plugin / in fp32. With the
   default loss scale of 2^16 the first steps may be skipped. The errors of a run with skipped steps come from a second
   run that starts at 2^6.
-- "fp32" compares `AmpPrecision("fp32")` with no plugin at all. All precisions are also run with the four callbacks.
-  Both must be bit-identical.
+- The fp32 verdict compares `AmpPrecision("fp32")` with no plugin at all. All precisions are also run with the four
+  callbacks. Neither plugin nor callbacks may change a bit.
 
-The verdict names the cause. It is *OURS* if `AmpPrecision` fails or is less exact than Lightning's own plugin. It is
-*autocast* if both fail in the same way, and *Lightning's plugin* if only that one fails or is less exact.
+The verdict names the cause of a problem. It is *OURS* if `AmpPrecision` fails or is less exact than Lightning's own
+plugin. It is *autocast* if both fail in the same way, and *Lightning's plugin* if only Lightning's plugin fails or is
+less exact. Without a problem it is *ok*.
 """
 
 
@@ -63,13 +64,13 @@ def page(results: list[Result]) -> str:
 
 
 def table(rows: list[Result]) -> list[str]:
-    head = ["project", "fp32"]
+    head = ["project", "fp32 verdict"]
     for precision in ("bf16", "fp16"):
         head += [
-            f"{precision} gradient",
-            f"{precision} loss",
-            *(["fp16 steps"] if precision == "fp16" else []),
-            precision,
+            f"{precision} gradient error",
+            f"{precision} loss error",
+            *(["fp16 applied steps"] if precision == "fp16" else []),
+            f"{precision} verdict",
         ]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for r in rows:
@@ -87,11 +88,13 @@ def cells_of(result: Result, precision: str) -> list[str]:
     if precision not in result.errors:
         return ["not run", *[""] * (columns - 1)]
     ours, stock = result.errors[precision]["ours"], result.errors[precision]["stock"]
-    cells = [f"{number(ours, 'gradient')} / {number(stock, 'gradient')}"]
-    cells += [f"{number(ours, 'losses')} / {number(stock, 'losses')}"]
+    both_fail = bool(ours.failed and stock.failed)
+    cells = [
+        "both fail" if both_fail else f"{number(ours, name)} / {number(stock, name)}" for name in ("gradient", "losses")
+    ]
     if precision == "fp16":
         cells += [f"{ours.applied} / {stock.applied} / {result.steps}"]
-    same = " =" * result.same_bits_as_stock.get(precision, False)
+    same = ", bit-identical" * result.same_bits_as_stock.get(precision, False)
     return [*cells, result.verdict(precision) + same]
 
 

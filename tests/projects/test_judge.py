@@ -210,7 +210,7 @@ def test_losses_that_become_nan() -> None:
             outcome.losses[-1] = float("nan")
 
     whose: tuple[str, ...] = ("ours",)
-    assert "bf16: OURS: whether all losses are finite: False instead of True" in ours(judged(change=change))
+    assert "bf16: OURS: the losses are: inf or NaN instead of finite" in ours(judged(change=change))
     whose = ("ours", "stock")
     result = judged(change=change)
     assert not result.ours

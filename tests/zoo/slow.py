@@ -363,7 +363,7 @@ def last(net: nn.Module) -> nn.Module:
 
 
 slow(
-    "a data set that sleeps", "data-bound", lambda: Project(mlp()), lambda: Loaded(SlowItems(), batch_size=32),
+    "a slow data set", "data-bound", lambda: Project(mlp()), lambda: Loaded(SlowItems(), batch_size=32),
     cured={"make_data": lambda: Loaded(SlowItems(), batch_size=32, num_workers=16, persistent_workers=True)},
 )  # fmt: skip
 slow(
@@ -379,7 +379,8 @@ slow(
     cured={"precision": "fp32"},
 )  # fmt: skip
 slow(
-    "casts to and fro", "many-casts", lambda: Project(Casting(True)), rows(2048, 512), lambda: Project(Casting(False))
+    "casts back and forth", "many-casts", lambda: Project(Casting(True)), rows(2048, 512),
+    lambda: Project(Casting(False)),
 )  # fmt: skip
 slow(
     "a weight that is cast in each time step", "many-casts", lambda: Project(CastsItsWeight(True)), rows(32, 1024),
@@ -398,22 +399,22 @@ slow(
     lambda: Project(Transformer()),
 )  # fmt: skip
 slow(
-    "a basis in float64", "float64", lambda: Project(InDouble(True)), rows(256, 512), lambda: Project(InDouble(False))
+    "a buffer in float64", "float64", lambda: Project(InDouble(True)), rows(256, 512), lambda: Project(InDouble(False))
 )  # fmt: skip
 slow(
     "most modules in fp32", "fp32-modules-dominate", lambda: Project(mlp()), rows(512, 512),
     cured={"precision": "bf16"}, precision={"precision": "bf16", "fp32_modules": ["net.0", "net.2"]},
 )  # fmt: skip
 slow(
-    "AdamW in many kernels", "optimizer-not-fused", lambda: Project(mlp(1024, 8), fused=False), rows(16, 512),
+    "AdamW that is not fused", "optimizer-not-fused", lambda: Project(mlp(1024, 8), fused=False), rows(16, 512),
     lambda: Project(mlp(1024, 8)),
 )  # fmt: skip
 slow(
     "a large vocabulary", "large-logits", lambda: Language(32_000), tokens(4, 128, 32_000),
     lambda: Language(32_000, chunks=8),
 )  # fmt: skip
-slow("a loss that is read", "host-waits", lambda: Waiting("item"), rows(256, 512), lambda: Waiting("keep"))
-slow("a mask that chooses rows", "host-waits", lambda: Waiting("mask"), rows(256, 512), lambda: Waiting("keep"))
+slow("a loss that the host reads", "host-waits", lambda: Waiting("item"), rows(256, 512), lambda: Waiting("keep"))
+slow("a mask that selects rows", "host-waits", lambda: Waiting("mask"), rows(256, 512), lambda: Waiting("keep"))
 slow(
     "Adam and a batch of one row, on a device that it fills", "state-dominates",
     lambda: Project(mlp(2048, 4), "Adam"), rows(1, 512), memory_gib=0.5,
@@ -428,11 +429,11 @@ slow(
     lambda: Project(last(depthwise())), precision="fp32",
 )  # fmt: skip
 slow(
-    "odd widths", "sizes-not-aligned", lambda: Project(mlp(333, 6, 333)), rows(333, 333),
+    "layers with odd widths", "sizes-not-aligned", lambda: Project(mlp(333, 6, 333)), rows(333, 333),
     cured={"make_module": lambda: Project(mlp(336, 6, 336)), "make_data": rows(336, 336)},
 )  # fmt: skip
 slow(
-    "a callback that takes its time", "slow-callback", lambda: Project(mlp(512)), rows(64, 512),
+    "a slow callback", "slow-callback", lambda: Project(mlp(512)), rows(64, 512),
     cured={"trainer_kwargs": {"accelerator": "cpu"}}, kwargs={"callbacks": [Slow()]},
 )  # fmt: skip
 slow(
@@ -498,10 +499,10 @@ healthy("a perceptron", lambda: Project(mlp()), rows(512, 512))
 healthy("a transformer", lambda: Project(Transformer()), rows(16, 64, 256))
 healthy("an autoencoder", lambda: Auto(mlp(1024, 4, 512, 512)), rows(512, 512))
 healthy("a contrastive learner", lambda: Contrastive(mlp(1024, 3, 512, 128)), rows(512, 512))
-healthy("two networks against each other", Adversarial, rows(512, 512))
+healthy("two adversarial networks", Adversarial, rows(512, 512))
 healthy("an LSTM", lambda: Project(LongShort()), rows(64, 16, 256))
 healthy("convolutions, channels last", lambda: Project(last(convolutions())), rows(32, 3, 32, 32))
 healthy("a language model with a small vocabulary", lambda: Language(512, 256), tokens(8, 64, 512))
-healthy("gradients that accumulate", lambda: Project(mlp()), rows(512, 512), kwargs={"accumulate_grad_batches": 4})
+healthy("gradient accumulation", lambda: Project(mlp()), rows(512, 512), kwargs={"accumulate_grad_batches": 4})
 
 SLOW, HEALTHY = entries(SlowProject, "slow"), entries(SlowProject, "healthy")

@@ -43,10 +43,10 @@ MODEL = Model(
     sizes=(Size(16, 600),),
     tiny=Size(2, 32),
     unit=("images", "pixels"),
-    why_sizes="there is no usual batch size: 16, because the images are large",
+    why_sizes="there is no common batch size; it is small because the images are large",
     optimizer="SGD",
     num_parameters=66_347_960,
-    claim=Claim(1.7, "42 % less"),
+    claim=Claim(1.7, "42 % less memory"),
     no_fp8=NO_FP8,
     eager_s=25.0,
 )

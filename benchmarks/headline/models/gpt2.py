@@ -23,10 +23,10 @@ MODEL = Model(
     sizes=(Size(12, 1024),),
     tiny=Size(2, 32),
     unit=("sequences", "tokens"),
-    why_sizes="12 is what nanoGPT runs per GPU",
+    why_sizes="nanoGPT uses 12 sequences per GPU",
     optimizer="AdamW",
     num_parameters=124_439_808,
-    claim=Claim(1.4, "35 % less"),
+    claim=Claim(1.4, "35 % less memory"),
     no_fp8="its layers are `Conv1D` of transformers, and fp8 is for `nn.Linear`",
     compiled=("tf32", "lightning_bf16", "bf16"),
 )

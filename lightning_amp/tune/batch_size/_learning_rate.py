@@ -58,7 +58,7 @@ def suggested_rate(used: Sequence[UsedRate], from_size: int, to_size: int) -> tu
     suggestion = float(f"{rates[0] * factor:.3g}")
     text = f"Learning rate to try: {suggestion:g}, scaled from {rates[0]:g} at batch size {from_size:,}"
     far = f", and {rounded(ratio)} times the batch is farther than the rule was tried for" if ratio > _FAR else ""
-    return suggestion, f"{text} ({rule} rule for {optimizer}); only a start{far}."
+    return suggestion, f"{text} ({rule} rule for {optimizer}); a starting point only{far}."
 
 
 def _rule(name: str) -> str | None:

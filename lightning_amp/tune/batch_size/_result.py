@@ -110,7 +110,8 @@ class BatchSizes(Mapping[str, BatchSizeResult]):
         if not others:
             return []
         ratios = [f"{label} {SpeedComparison.of([math.log(known[first] / known[label])])}" for label in others]
-        return [f"Per sample, each at its own batch size, against {first}: {'; '.join(ratios)}."]
+        compared = f"compared with {first}: {'; '.join(ratios)}"
+        return [f"Time per sample, with each precision at its own batch size, {compared}."]
 
     def to_data(self) -> dict[str, Any]:
         """Return plain data for JSON, with `None` for infinities and NaN."""

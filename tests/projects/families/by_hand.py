@@ -180,7 +180,7 @@ class SAM(Manual):
 
 @project("by hand")
 def sharpness_aware_two_passes() -> Setup:
-    """SAM by hand: weights moved along the gradient, and back, between two forwards of one step."""
+    """SAM by hand: the step moves the weights along the gradient between two forwards, and then back."""
     return Setup(SAM(), rows())
 
 
@@ -283,7 +283,7 @@ class Adversarial(Classifier):
 
 @project("by hand")
 def adversarial_fgsm_and_vat() -> Setup:
-    """Adversarial examples by `autograd.grad`, virtual ones by a `backward` inside of the step."""
+    """Adversarial examples by `autograd.grad`, and virtual adversarial examples by a `backward` inside of the step."""
     return Setup(Adversarial(), rows())
 
 

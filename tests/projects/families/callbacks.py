@@ -53,7 +53,7 @@ def callback_early_stopping_on_train_loss() -> Setup:
 
 @callbacks(quick=True)
 def callback_checkpoint_best() -> Setup:
-    """ModelCheckpoint: the best two by the validation loss, and the last."""
+    """ModelCheckpoint keeps the last checkpoint and the two with the best validation loss."""
     best = cb.ModelCheckpoint("checkpoints", "{epoch}-{step}", monitor="val_loss", save_top_k=2, save_last=True)
 
     def observe(trainer: L.Trainer, module: L.LightningModule) -> Mapping[str, Any]:
@@ -65,7 +65,7 @@ def callback_checkpoint_best() -> Setup:
 
 @callbacks()
 def callback_checkpoint_every_steps() -> Setup:
-    """ModelCheckpoint every two steps, weights only, and a check of what is in the file."""
+    """ModelCheckpoint every two steps, weights only, and a check of the file's content."""
     save = cb.ModelCheckpoint("checkpoints", every_n_train_steps=2, save_top_k=-1, save_weights_only=True)
 
     def observe(trainer: L.Trainer, module: L.LightningModule) -> Mapping[str, Any]:
@@ -133,7 +133,7 @@ def callback_on_exception() -> Setup:
 
 @callbacks(quick=True, needs=["lightning.pytorch.callbacks.EMAWeightAveraging"])
 def callback_ema() -> Setup:
-    """EMAWeightAveraging per step; validation uses the average, and the module has it in the end."""
+    """EMAWeightAveraging per step; validation uses the average, and the module holds it at the end."""
     return with_callbacks(cb.EMAWeightAveraging(decay=0.5), **EPOCHS)
 
 
@@ -221,7 +221,7 @@ def callback_batch_size_finder() -> Setup:
 
 @callbacks()
 def callback_backbone_finetuning() -> Setup:
-    """BackboneFinetuning: the backbone thaws in the second epoch as a parameter group of its own."""
+    """BackboneFinetuning: the backbone is unfrozen in the second epoch, as a new parameter group."""
 
     class WithBackbone(Classifier):
         def __init__(self) -> None:
@@ -244,7 +244,7 @@ def callback_backbone_finetuning() -> Setup:
 
 @callbacks()
 def callback_pruning() -> Setup:
-    """ModelPruning: half of the weights by magnitude; the masks are buffers, the weights are computed."""
+    """ModelPruning removes half of the weights, by magnitude; buffers hold the masks, and the weights are computed."""
     prune = cb.ModelPruning(
         "l1_unstructured", parameters_to_prune=None, amount=0.5, use_lottery_ticket_hypothesis=False
     )
@@ -297,7 +297,7 @@ class Seen(L.Callback):
 
 @callbacks(quick=True)
 def callback_gradient_norms() -> Setup:
-    """`grad_norm` in `on_before_optimizer_step`, a fused optimizer, accumulation, the loss before the backward."""
+    """`grad_norm` before the step, and the loss before the backward, with a fused optimizer and accumulation."""
     seen = Seen()
 
     def observe(trainer: L.Trainer, module: L.LightningModule) -> Mapping[str, Any]:
@@ -323,7 +323,7 @@ def callback_monitors() -> Setup:
 
 @callbacks(needs=("psutil",))
 def callback_device_stats() -> Setup:
-    """DeviceStatsMonitor with the CPU's numbers."""
+    """DeviceStatsMonitor with CPU statistics."""
     return with_callbacks(cb.DeviceStatsMonitor(cpu_stats=True), logger=CSVLogger("logs"))
 
 

@@ -557,7 +557,7 @@ def collate_sets(samples):
 
 @project("batches")
 def sets_with_empty_ones() -> Setup:
-    """Samples of zero to four rows; one whole batch without any row."""
+    """Samples with zero to four rows; one whole batch has no row."""
     sizes = [i % 5 for i in range(16)] + [0, 0, 0, 0] + [1] * 3
     samples = [(torch.randn(k, 8, generator=torch.Generator().manual_seed(i)), i % 4) for i, k in enumerate(sizes)]
     return Setup(SetEncoder(mlp()), DataLoader(samples, batch_size=4, collate_fn=collate_sets))
@@ -565,7 +565,7 @@ def sets_with_empty_ones() -> Setup:
 
 @project("batches")
 def batch_of_one_with_batch_norm() -> Setup:
-    """BatchNorm over a sequence, batches of one, an odd last one and accumulation."""
+    """BatchNorm over a sequence, batches of one sample, an incomplete last window and accumulation."""
     norm = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 4))
     x = torch.randn(9, 6, 8, generator=torch.Generator().manual_seed(0))
     data = DataLoader(TensorDataset(x, torch.arange(9) % 4), batch_size=1)
@@ -581,7 +581,7 @@ class SometimesNone(Classifier):
 
 @project("batches")
 def training_step_returns_none() -> Setup:
-    """`training_step` returns `None` for the first batch, one in the middle, and the last of a window."""
+    """`training_step` returns `None` for three batches, one of which ends an accumulation window."""
     return Setup(SometimesNone(mlp()), rows(6), trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
 
 
@@ -681,7 +681,7 @@ class PCGradFromAutograd(PCGrad):
 
 @project("multi-task")
 def pcgrad_manual_backward() -> Setup:
-    """Gradient surgery: a backward per task, gradients projected and put back."""
+    """Gradient surgery: a backward for each task, whose gradients are projected and written back."""
     return Setup(PCGrad(), rows())
 
 
@@ -730,7 +730,7 @@ class Distillation(Classifier):
 
 @project("multi-task", quick=True)
 def knowledge_distillation_hooks() -> Setup:
-    """A frozen teacher that is no submodule, hidden layers seen by forward hooks."""
+    """A frozen teacher that is not a submodule; forward hooks read its hidden layers."""
     return Setup(Distillation(), rows())
 
 
@@ -744,5 +744,5 @@ class LitLBFGS(Classifier):
 
 @project("multi-task", look="before")
 def lbfgs_strong_wolfe() -> Setup:
-    """LBFGS with line search, the whole data as one batch."""
+    """LBFGS with line search, with all data in one batch."""
     return Setup(LitLBFGS(), rows(48), trainer={"max_epochs": 4})

@@ -107,7 +107,7 @@ class DDPM(L.LightningModule):
 
 @project("generative", quick=True)
 def ddpm_min_snr_ema() -> Setup:
-    """DDPM on points: min-SNR weights, an EMA of the net."""
+    """A diffusion model (DDPM) of points, with min-SNR weights and an EMA of the net."""
     return Setup(DDPM(), points(), points(16), trainer={"gradient_clip_val": 1.0})
 
 
@@ -218,7 +218,7 @@ class VQVAE(Learner):
 
 @project("generative")
 def vqvae_ema_codebook() -> Setup:
-    """VQ-VAE: codebook by averages in buffers that the forward writes."""
+    """VQ-VAE: the forward updates the codebook, a running average in buffers."""
     return Setup(VQVAE(), images())
 
 
@@ -471,7 +471,7 @@ class CycleGAN(L.LightningModule):
 
 @project("generative")
 def cyclegan_frozen_features() -> Setup:
-    """CycleGAN: frozen net in the loss, image pools, accumulated discriminator steps."""
+    """CycleGAN with a frozen net in the loss, pools of earlier images, and accumulated discriminator steps."""
     data = DataLoader(
         TensorDataset(two_moons(48, 0), two_moons(48, 1) @ torch.tensor([[0.0, 1.0], [-1.0, 0.0]])), batch_size=8
     )
@@ -524,7 +524,7 @@ class EnergyBased(L.LightningModule):
 
 @project("generative")
 def energy_based_langevin() -> Setup:
-    """Langevin steps on the input, by `backward`, inside of the training step."""
+    """An energy-based model: each training step makes Langevin steps on the input, by `backward`."""
     return Setup(EnergyBased(), points(), trainer={"gradient_clip_val": 0.1})
 
 

@@ -172,7 +172,7 @@ add(
 )  # fmt: skip
 add(
     "t5_translation",
-    "T5: relative positions, shared embeddings, RMS norm, a feed-forward that asks for the dtype of its weight.",
+    "T5: relative positions, shared embeddings, RMS norm, a feed-forward layer that reads the dtype of its weight.",
     "T5ForConditionalGeneration", T5, "words",
 )  # fmt: skip
 add(
@@ -190,7 +190,7 @@ add(
 )  # fmt: skip
 add(
     "mixture_of_experts",
-    "Mixtral-like: a router decides which experts see which token; rounding may send one elsewhere.",
+    "Mixtral-like: a router chooses experts for each token; rounding may send a token to another expert.",
     "MixtralForCausalLM",
     {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True, **ENDS}, "words",
     predict=False,
@@ -230,7 +230,7 @@ def vit() -> Setup:
 
 @hugging_face()
 def clip_contrastive() -> Setup:
-    """CLIP: a learned temperature, images against texts."""
+    """CLIP: a contrastive loss between images and texts, with a learned temperature."""
     from transformers import CLIPConfig, CLIPModel
 
     tower = {k: v for k, v in SMALL.items() if k != "vocab_size"}
@@ -279,7 +279,7 @@ def wav2vec2_ctc() -> Setup:
 
 @hugging_face()
 def whisper() -> Setup:
-    """Whisper: spectrograms in, words out; sinusoids that are not trained."""
+    """Whisper: from spectrograms to words, with fixed sinusoidal positions."""
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
@@ -295,7 +295,7 @@ def whisper() -> Setup:
 
 @hugging_face()
 def distillation() -> Setup:
-    """A frozen BERT teaches a smaller one: KL divergence at a temperature, plus the labels."""
+    """A frozen BERT teaches a smaller one: KL divergence at a temperature, plus a loss on the labels."""
     from transformers import BertConfig, BertForSequenceClassification
 
     class Distil(FromConfig):

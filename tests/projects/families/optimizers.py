@@ -190,7 +190,7 @@ def optimizer_schedule_free_closure() -> Setup:
 
 @optimizers()
 def optimizer_groups_frozen_and_empty() -> Setup:
-    """Three parameter groups with rates of their own; one is frozen, one gets no gradient."""
+    """Three parameter groups with different learning rates; one is frozen, and one gets no gradient."""
 
     class Groups(Classifier):
         def __init__(self) -> None:
@@ -230,7 +230,7 @@ def optimizer_own() -> Setup:
 
 @optimizers(quick=True)
 def optimizer_in_two_frequencies() -> Setup:
-    """A GAN-like pair of optimizers in manual optimization, the second every other batch, clipping by hand."""
+    """Two optimizers in manual optimization; the second steps in every other batch, with clipping by hand."""
 
     class Pair(NoDropout):
         def __init__(self) -> None:

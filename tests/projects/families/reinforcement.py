@@ -119,7 +119,7 @@ class DQN(L.LightningModule):
 
 @project("reinforcement")
 def dqn_replay_iterable() -> Setup:
-    """DQN: the step plays the game; an IterableDataset replays it; a target net."""
+    """DQN: the step plays the game, an IterableDataset replays earlier moves, and a target net is updated."""
     return Setup(DQN(), trainer={"max_epochs": 2})
 
 
@@ -226,7 +226,7 @@ class REINFORCE(Learner):
 
 @project("reinforcement")
 def reinforce_episode_per_step() -> Setup:
-    """REINFORCE: an episode per step, log probabilities in a list."""
+    """REINFORCE: each step plays an episode and keeps the log probabilities in a list."""
     return Setup(REINFORCE(), DataLoader(range(8)))
 
 

@@ -56,7 +56,7 @@ class SelfDistillation(Classifier):
 
 @project("reuse")
 def no_grad_first() -> Setup:
-    """One net under `no_grad`, then with a gradient, in the same step."""
+    """The step calls a net first under `no_grad`, and then with a gradient."""
     return Setup(SelfDistillation(mlp()), rows(), rows(seed=1))
 
 

@@ -159,7 +159,7 @@ def schedule_manual() -> Setup:
 
 @schedules()
 def schedule_of_weight_decay() -> Setup:
-    """A cosine schedule of the weight decay in a hook, beside a schedule of the learning rate."""
+    """A cosine schedule of the weight decay in a hook, together with a schedule of the learning rate."""
 
     class Decay(Scheduled):
         def on_before_optimizer_step(self, optimizer: Any) -> None:

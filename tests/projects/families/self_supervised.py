@@ -88,7 +88,7 @@ class MoCo(L.LightningModule):
 
 @project("self-supervised")
 def moco_queue() -> Setup:
-    """MoCo: a momentum encoder through `.data`, a queue that the step writes."""
+    """MoCo: a momentum encoder updated through `.data`, and a queue that the step fills."""
     return Setup(MoCo(), loader())
 
 
@@ -122,7 +122,7 @@ class BYOL(L.LightningModule):
 
 @project("self-supervised")
 def byol_ema_target() -> Setup:
-    """BYOL: target by EMA in `on_train_batch_end`, BatchNorm in all heads."""
+    """BYOL: an EMA target updated in `on_train_batch_end`, and BatchNorm in all heads."""
     return Setup(BYOL(), loader())
 
 
@@ -340,6 +340,6 @@ class JEPA(L.LightningModule):
 
 @project("self-supervised")
 def jepa_vicreg() -> Setup:
-    """Latent prediction under `inference_mode` targets, variance and covariance terms, EMA in `optimizer_step`."""
+    """Latent prediction: targets from `inference_mode`, variance and covariance terms, EMA in `optimizer_step`."""
     x = torch.randn(48, 16 * 12, generator=torch.Generator().manual_seed(0)).cumsum(1) / 8
     return Setup(JEPA(), DataLoader(x, batch_size=8), trainer={"gradient_clip_val": 1.0})

@@ -68,7 +68,7 @@ class LitCell(L.LightningModule):
 
 @project("recurrent")
 def lstm_cell_128_steps() -> Setup:
-    """An LSTM cell over 128 steps, clipped."""
+    """An LSTM cell over 128 steps, with gradient clipping."""
     return Setup(LitCell("lstm"), DataLoader(AddingProblem(), batch_size=8), trainer={"gradient_clip_val": 1.0})
 
 
@@ -288,7 +288,7 @@ class LitDEQ(Learner):
 
 @project("recurrent")
 def deep_equilibrium_implicit_gradient() -> Setup:
-    """A fixed point found without a graph, its gradient by a tensor hook that iterates."""
+    """A deep equilibrium model: a fixed point without a graph, whose gradient a tensor hook computes by iteration."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(48, 8, generator=g)
     return Setup(LitDEQ(), DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=8))

@@ -92,7 +92,7 @@ class LitDetector(L.LightningModule):
 
 @project("vision")
 def detection_lists_of_dicts() -> Setup:
-    """Detection: images of all sizes, lists of dicts, some without boxes, manual."""
+    """Detection: images of all sizes, lists of dicts, some without boxes, in manual optimization."""
     data = DataLoader(Boxes(), batch_size=4, collate_fn=detection_collate)
     return Setup(LitDetector(), data, data)
 
@@ -304,7 +304,7 @@ class Recommender(L.LightningModule):
 
 @project("graph")
 def sparse_embeddings_sparse_adam() -> Setup:
-    """Sparse embeddings with SparseAdam beside AdamW."""
+    """Sparse embeddings trained by SparseAdam, all other weights by AdamW."""
     g = torch.Generator().manual_seed(0)
     user, history = torch.randint(0, 50, (64,), generator=g), torch.randint(0, 80, (64, 5), generator=g)
     return Setup(Recommender(), DataLoader(TensorDataset(user, history, (user % 2).float()), batch_size=8))

@@ -36,7 +36,8 @@ def codes(report: Any) -> dict[str, str]:
 def cases(names: Iterable[str]) -> list[Any]:
     """Mark the projects that take ten times as long as the others."""
     large = {
-        "attention with dropout", "a large vocabulary", "odd widths", "depthwise convolutions, channels first",
+        "attention with dropout", "a large vocabulary", "layers with odd widths",
+        "depthwise convolutions, channels first",
         "a transformer", "convolutions, channels last", "a language model with a small vocabulary",
     }  # fmt: skip
     return [pytest.param(name, marks=pytest.mark.slow) if name in large else name for name in names]
@@ -50,7 +51,7 @@ def test_a_planted_fault_is_named_and_its_cure_removes_it(name: str, monkeypatch
         monkeypatch.setattr(_examine_step, "race", planned_race(lambda data: {AS_IT_IS: 1.0, IN_FP32: 0.9}))
     elif name == "fp16 on a CPU":  # only a note unless the race shows that it is slower
         monkeypatch.setattr(_examine_step, "race", planned_race(lambda data: {AS_IT_IS: 3.0, IN_FP32: 1.0}))
-    elif name == "a data set that sleeps":  # in the cured project it sleeps in workers, which have real clocks
+    elif name == "a slow data set":  # in the cured project it sleeps in workers, which have real clocks
         for module in (slow, _part_timer, _device_clock):
             monkeypatch.setattr(module, "time", clock)
     if case.memory_gib:

@@ -76,7 +76,7 @@ def test_two_sizes_and_the_one_that_they_lead_to(capsys: pytest.CaptureFixture[s
     assert result.lr == 0.8
     assert result.message == (
         "A batch of 800 holds 1 of 1 GiB (size of all tensors): memory is the limit. Learning rate to try: 0.8, scaled"
-        " from 0.1 at batch size 100 (linear rule for SGD); only a start."
+        " from 0.1 at batch size 100 (linear rule for SGD); a starting point only."
     )
     assert capsys.readouterr().err.splitlines() == [
         "[1/3] fp32, batch size 100: 0.3 GiB, 0 s",

@@ -23,7 +23,7 @@ def test_rules(optimizer: str, expected: float, rule: str) -> None:
     lr, text = suggested_rate([UsedRate(optimizer, 0.1)] * 2, 32, 128)
     assert lr == pytest.approx(expected)
     assert f"Learning rate to try: {expected:g}, scaled from 0.1 at batch size 32 ({rule}" in text
-    assert "only a start" in text
+    assert "a starting point only" in text
 
 
 def test_the_same_size_has_the_same_rate() -> None:

@@ -42,7 +42,8 @@ def test_markdown() -> None:
 def test_speeds_are_one_run_of_each() -> None:
     slow = replace(FINE, samples_per_s=FINE.samples_per_s / 3.8)
     text = str(BatchSizes({"broken": FAILED, "fp32": FINE, "bf16": slow}))
-    assert "\n\nPer sample, each at its own batch size, against fp32: bf16 3.8x as slow, one run of each.\n\n" in text
+    ratios = "compared with fp32: bf16 3.8x as slow, one run of each."
+    assert f"\n\nTime per sample, with each precision at its own batch size, {ratios}\n\n" in text
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
