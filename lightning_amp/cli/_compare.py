@@ -13,7 +13,7 @@ from lightning_amp.cli._output import laid_out
 from lightning_amp.cli._runner import CLASS_OPTIONS, Command, Outcome, Request
 
 if TYPE_CHECKING:
-    from lightning_amp import PrecisionReport
+    from lightning_amp import LocalDevices, PrecisionReport
     from lightning_amp.compare import ArmRun
 
 _MARGINS = "--margins."
@@ -61,7 +61,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--dirpath": {"metavar": "DIR", "help": "keep finished runs; the same command continues from there"},
     "--devices-at-once": {
         "metavar": "N",
-        "help": "train N runs at once, each on one accelerator, or on its share of the CPU cores",
+        "help": "train N runs at once, each on as many accelerators as --trainer.devices says,"
+        " or on its share of the CPU cores",
         "type": int,
     },
     "--measure-speed": {
@@ -84,7 +85,7 @@ def _run(request: Request) -> Outcome:
     part = _part(options)
     margins, others = _margins(request.others)
     user = request._replace(others=others).user_classes("this command compares precisions")
-    from lightning_amp.compare import Comparison, LocalDevices
+    from lightning_amp.compare import Comparison
 
     try:
         with documented_errors(ValueError, RuntimeError, ImportError, OSError):
@@ -98,7 +99,7 @@ def _run(request: Request) -> Outcome:
                 margins=margins or None,
                 control=None if options.control is None else options.control == "true",
                 dirpath=options.dirpath,
-                executor=None if options.devices_at_once is None else LocalDevices(num=options.devices_at_once),
+                executor=_executor(options.devices_at_once, user.trainer_kwargs.get("devices")),
                 measure_speed=_MEASURE_SPEED[options.measure_speed],
             )
             if part is not None:
@@ -133,12 +134,30 @@ def _part(options: Any) -> tuple[int, int] | None:
         return None
     if options.collect:
         raise UsageError("--part trains runs and --collect judges them: they are two commands")
+    for option, file in (("--json", options.json), ("--html", options.html)):
+        if file is not None:
+            raise UsageError(f"--part prints no report that {option} could save; use {option} with --collect")
     if options.measure_speed == "alone":
         raise UsageError("--part cannot be used with --measure-speed alone: one process has to measure all arms")
     found = re.fullmatch(r"(\d+)/(\d+)", options.part)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise UsageError(f"--part must be I/N, with I from 1 to N, such as 3/12; got {options.part!r}")
     return int(found[1]), int(found[2])
+
+
+def _executor(num_at_once: int | None, devices: object) -> LocalDevices | None:
+    """Return an executor for this machine, whose runs get as many accelerators as the Trainer asks for."""
+    if num_at_once is None:
+        return None
+    import torch
+
+    from lightning_amp.compare import LocalDevices
+
+    has_devices = torch.accelerator.current_accelerator(check_available=True) is not None
+    try:
+        return LocalDevices(num=num_at_once, per_run=int(str(devices)) if has_devices and str(devices).isdigit() else 1)
+    except ValueError as error:
+        raise UsageError(f"--devices-at-once: {error}") from error
 
 
 def _outcome_of_part(runs: Sequence[ArmRun], part: int, num_parts: int) -> Outcome:

@@ -237,7 +237,7 @@ class Comparison:
 
         def ended(assignment: Assignment, runs: list[ArmRun]) -> None:
             for run, folder in zip(runs, assignment.folders, strict=True):
-                if store is not None and store.load(run.label, run.seed, what, failed=True) is None:
+                if store is not None and store.load(run.label, run.seed, what, failed=True) != run:
                     store.save(run, what)  # the worker could not, or died
                 shutil.rmtree(scratch / Path(folder).name, ignore_errors=True)
             on_runs(assignment.name, runs)

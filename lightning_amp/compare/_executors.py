@@ -7,6 +7,7 @@ import contextlib
 import os
 import platform
 import re
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor
@@ -93,7 +94,7 @@ class Dispatcher:
     ) -> None:
         self._executor, self._shown = executor, shown
         self._on_runs, self._on_unsaved = on_runs, on_unsaved
-        self._stop_file = folder.absolute() / f".stop-{platform.node()}-{os.getpid()}"
+        self._stop_file = folder.absolute() / f".stop-{secrets.token_hex(8)}"
         self._jobs: dict[int, tuple[Assignment, Any]] = {}
         self._hosts: dict[int, str] = {}
         self._here: list[tuple[int, Assignment]] = []

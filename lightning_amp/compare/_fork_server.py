@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ class _Server:
         self._forks = [fork for fork in self._forks if fork.poll() is None]
         return bool(self._forks)
 
-    def fork(self, folder: Path) -> Fork | None:
+    def fork(self, folder: Path, on_wait: Callable[[], object]) -> Fork | None:
         """Start the run whose header is in `folder`; `None` if the server has ended."""
         stdin = self._process.stdin
         assert stdin is not None
@@ -116,9 +116,14 @@ class _Server:
             while fork.pid is None:  # the first time it imports torch and Lightning
                 if self._process.poll() is not None:
                     return None
+                on_wait()
                 time.sleep(0.01)
         except BrokenPipeError:
             return None
+        except BaseException:  # given up
+            if not self.is_busy:
+                self.close()
+            raise
         self._forks.append(fork)
         return fork
 
@@ -158,13 +163,20 @@ class ForkServer:
         with self._lock:
             self._num_users += 1
 
-    def fork(self, folder: Path, environment: Mapping[str, str], path: Sequence[str]) -> Fork | None:
+    def fork(
+        self,
+        folder: Path,
+        environment: Mapping[str, str],
+        path: Sequence[str],
+        on_wait: Callable[[], object] = lambda: None,
+    ) -> Fork | None:
         """Start the run whose header is in `folder` by a fork.
 
         Args:
             folder: The folder of the run.
             environment: The environment of this process, in which a server is started if there is none.
             path: The run's `sys.path`.
+            on_wait: Is called again and again until the run has started. If it raises, the run is given up.
 
         Returns:
             The process; `None` where a new process has to be started instead. This is so on other systems than Linux,
@@ -181,7 +193,7 @@ class ForkServer:
                     return None
                 self._close()
             self._server = self._server or _Server(environment, path)
-            return self._server.fork(folder)
+            return self._server.fork(folder, on_wait)
 
     def _close(self) -> None:
         if self._server is not None:
@@ -220,12 +232,13 @@ def serve(parent: int) -> tuple[dict[str, Any], float]:
                 if not pid:
                     return _become(folder), time.time()
                 folders[pid] = folder
-                _put(folder, _PID, pid)
+                with contextlib.suppress(OSError):  # the run was given up, and its folder was removed
+                    _put(folder, _PID, pid)
         while folders:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
-            with contextlib.suppress(OSError):  # the run was given up, and its folder was removed
+            with contextlib.suppress(OSError):
                 _put(folders.pop(pid), _EXIT, os.waitstatus_to_exitcode(status))
     os.kill(os.getpid(), signal.SIGKILL)  # at once, so that the kernel kills the forks as well
     raise AssertionError

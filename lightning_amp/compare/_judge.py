@@ -195,8 +195,11 @@ class _Judge:
     def _why_not_compared(self, label: str) -> str:
         """Return why an arm has no speed; empty if it has one, or needs none."""
         pairs = self._pairs(label)
-        if label == self._plan.reference or not pairs or self._paired_speed(label) is not None:
+        if label == self._plan.reference or self._paired_speed(label) is not None:
             return ""
+        if not pairs:
+            is_short = self._plan.measure_speed == "alone"
+            return "the short runs that measure it failed or are missing" if is_short else ""
         if self._plan.measure_speed == "off":
             return "`measure_speed=False`"
         if any(id(run) in self._crowded for pair in pairs for run in pair):

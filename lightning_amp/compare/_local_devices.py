@@ -16,6 +16,7 @@ from typing_extensions import final
 
 from lightning_amp._arguments import is_count, require, require_count
 from lightning_amp.compare._place import VISIBLE, Place, assigned, visible_devices
+from lightning_amp.compare._process import IN_AN_ARM
 
 
 @final
@@ -49,7 +50,8 @@ class LocalDevices:
         require_count("per_run", per_run)
         if num is not None:
             require_count("num", num)
-        self._places = _places(devices, per_run, num)
+        # the process of a run may import a script that makes one at its top, and sees fewer devices than the script
+        self._places = [Place()] if os.environ.get(IN_AN_ARM) else _places(devices, per_run, num)
         self._per_run = per_run
         self._free: queue.SimpleQueue[Place] = queue.SimpleQueue()
         for place in self._places:

@@ -110,10 +110,16 @@ def run_packed(task: PackedTask, work_folder: str, on_progress: OnProgress) -> A
         }
         (folder / "task.pickle").write_bytes(task.pickled)
         (folder / "header.json").write_text(json.dumps(header), encoding="utf-8")
-        process = FORK_SERVER.fork(folder, base, task.origin["path"]) if task.one_process else None
+
+        def on_wait() -> None:
+            if place.stop.is_set():
+                raise KeyboardInterrupt
+            on_progress(*_progress(folder))
+
+        process = FORK_SERVER.fork(folder, base, task.origin["path"], on_wait) if task.one_process else None
         process = process or _new_process(folder / "header.json", log, environment)
         try:
-            code = _wait(process, folder, on_progress, place.stop.is_set)
+            code = _wait(process, on_wait)
         finally:
             if process.poll() is None:
                 _kill(process)
@@ -134,16 +140,13 @@ def _new_process(header: Path, log: Path, environment: Mapping[str, str]) -> sub
         )
 
 
-def _wait(process: Any, folder: Path, on_progress: OnProgress, is_stopped: Callable[[], bool]) -> int:
-    """Return the exit status, after telling the progress at the start and several times a second."""
-    on_progress(*_progress(folder))
+def _wait(process: Any, on_wait: Callable[[], None]) -> int:
+    """Return the exit status; `on_wait` is called at the start and several times a second."""
     while True:
+        on_wait()
         for _ in range(10):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=0.02)
-        if is_stopped():
-            raise KeyboardInterrupt
-        on_progress(*_progress(folder))
 
 
 def _kill(process: Any) -> None:
@@ -172,8 +175,9 @@ def _outcome(task: PackedTask, folder: Path, log: Path, code: int) -> ArmRun:
     if CANNOT_IMPORT in data:
         raise ValueError(
             "The process of an arm could not import `make_module`, `make_data` or `trainer_kwargs`:"
-            f" {data[CANNOT_IMPORT]}. They have to be in a file that Python finds from here. Importing it must not fail"
-            ' or start a comparison (put that under `if __name__ == "__main__":`).'
+            f" {data[CANNOT_IMPORT].rstrip('.')}. They have to be at the top level of a file that Python finds from"
+            " here. Importing it must not fail or start a comparison: put the call of it, and no class or function, under"
+            ' `if __name__ == "__main__":`.'
         )
     if isinstance(data, Mapping) and "run" in data:
         run = ArmRun.from_data(data["run"])

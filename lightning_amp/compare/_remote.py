@@ -84,6 +84,8 @@ def train(assignment: Assignment) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as scratch:
             folder = _made(assignment.folders[number]) or Path(scratch)
             reports = _Reports(folder / PROGRESS, assignment.stop_file)
+            first_attempt = assignment.first_attempt or reports.lost_attempt()
+            reports.write(None, "starting")
             try:
                 run = run_packed(_adapted(task, assignment.caller[0]), str(folder), reports)
             except ValueError as error:
@@ -91,7 +93,7 @@ def train(assignment: Assignment) -> dict[str, Any]:
             finally:
                 (folder / PROGRESS).unlink(missing_ok=True)
             answer["files"].append({name: _text(folder / name) for name in assignment.return_files})
-        run = replace(run, first_attempt=assignment.first_attempt)
+        run = replace(run, first_attempt=first_attempt)
         if assignment.files:
             try:
                 assignment.files[number].write(run)
@@ -145,7 +147,7 @@ def _adapted(task: PackedTask, host_of_caller: str) -> PackedTask:
 
 def _made(folder: str) -> Path | None:
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder).mkdir(exist_ok=True)  # the folder around it is missing on a machine that does not share it
     except OSError:
         return None
     return Path(folder)
@@ -166,13 +168,23 @@ class _Reports:
         self._path, self._stop_file = path, stop_file
         self._next_s = 0.0
 
+    def lost_attempt(self) -> str:
+        """Return how an earlier attempt of the same call was lost, which its engine repeats; empty if there is none."""
+        try:
+            data = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return ""
+        return f"its worker was lost on {data['host']}" if data.get("call") == self._stop_file else ""
+
     def __call__(self, share: float | None, text: str) -> None:
-        if time.monotonic() < self._next_s:
-            return
-        self._next_s = time.monotonic() + 1.0
-        if os.path.exists(self._stop_file):
-            raise KeyboardInterrupt
-        data = {"host": platform.node(), "pid": os.getpid(), "share": share, "text": text}
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + 1.0
+            if os.path.exists(self._stop_file):
+                raise KeyboardInterrupt
+            self.write(share, text)
+
+    def write(self, share: float | None, text: str) -> None:
+        data = {"host": platform.node(), "call": self._stop_file, "share": share, "text": text}
         new = self._path.with_suffix(".new")
         try:
             new.write_text(json.dumps(data), encoding="utf-8")

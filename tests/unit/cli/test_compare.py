@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.cli_classes import Net, Rows
 
 import lightning_amp.compare
@@ -109,7 +110,7 @@ def test_everything(command: Any, compared: Any, monkeypatch: pytest.MonkeyPatch
         "margins": {"val_acc": 0.001, "val/x": ("max", 0.1), "y.z": ("min", 2.0)},
         "control": False,
         "dirpath": "kept",
-        "executor": {"num": 4},
+        "executor": {"num": 4, "per_run": 1},
         "measure_speed": "alone",
     }
 
@@ -170,7 +171,9 @@ def test_the_command_line_wins_over_the_yaml(command: Any, compared: Any) -> Non
         ),
         ([*BOTH, "--measure-speed", "off"], "argument --measure-speed: invalid choice: 'off' (choose from"),
         ([*BOTH, "--devices-at-once", "x"], "argument --devices-at-once: invalid int value: 'x'"),
-        ([*BOTH, "--devices-at-once", "0"], "`num` must be an integer of 1 or more, got 0."),
+        ([*BOTH, "--devices-at-once", "0"], "--devices-at-once: `num` must be an integer of 1 or more, got 0."),
+        ([*BOTH, "--dirpath", "x", "--part", "1/3", "--html", "a.html"], "--part prints no report that --html could"),
+        ([*BOTH, "--dirpath", "x", "--part", "1/3", "--json", "a.json"], "--part prints no report that --json could"),
         ([*BOTH, "--nope", "3"], "nrecognized arguments: --nope 3; there are --trainer.*, --model.*"),
         ([*BOTH, "--model.nope", "3"], "--model: Problem with given class_path 'support.cli_classes.Net': "),
     ],
@@ -200,6 +203,18 @@ def test_wrong_use_is_one_line_before_anything_runs(
 def test_the_exit_status(report: Report, status: int, command: Any, compared: Any) -> None:
     compared.outcome = report
     assert command(*BOTH) == (status, MARKDOWN, "")
+
+
+@pytest.mark.parametrize(("kind", "per_run"), [("cuda", 2), (None, 1)])
+def test_runs_on_several_devices_at_once(
+    kind: str | None, per_run: int, command: Any, compared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run gets as many accelerators as its Trainer asks for."""
+    device = None if kind is None else torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
+    monkeypatch.setattr(lightning_amp.compare, "LocalDevices", dict)
+    command(*BOTH, "--trainer.devices", "2", "--trainer.strategy", "ddp", "--devices-at-once", "3")
+    assert compared.calls[0]["executor"] == {"num": 3, "per_run": per_run}
 
 
 @pytest.mark.parametrize(("option", "value"), [("as-run", "as run"), ("alone", "alone"), ("no", False)])

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from support.synthetic import failed
+from zoo.compared import TRAINER, Sea, Waves
 from zoo.executors import Inline, Job, always, compare, once, trained
 
-from lightning_amp.compare import _comparison, _executors, _remote
+from lightning_amp.compare import Comparison, _comparison, _executors, _remote
 from lightning_amp.compare._process import PackedTask
-from lightning_amp.compare._remote import PROGRESS
+from lightning_amp.compare._remote import PROGRESS, Assignment
 from lightning_amp.compare._run import ArmRun
 
 LOST = ConnectionError("node7 is gone")
@@ -158,6 +159,28 @@ def test_jobs_that_a_shutdown_took_out_of_the_queue(ran: list[str]) -> None:
     assert "the executor takes no runs any more" in report.arms["bf16"].errors[0]
 
 
+def test_the_record_of_an_earlier_failure_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also if the worker cannot write the run, or if it is lost."""
+    with monkeypatch.context() as patch:
+        patch.setattr(_remote, "run_packed", lambda task, *_: failed(task.label, task.seed))
+        compare(Inline(), dirpath=tmp_path)
+
+    def change(fn: Any, assignment: Assignment) -> Any:
+        if assignment.tasks[0].label == "bf16":
+            raise LOST
+        return fn(replace(assignment, files=()))
+
+    report = compare(Inline(change), dirpath=tmp_path)
+    collected, missing = Comparison(
+        Waves, Sea, ("fp32", "bf16"), trainer_kwargs=TRAINER, dirpath=tmp_path
+    ).collect()
+    assert missing == []
+    assert "node7 is gone" in collected.arms["bf16"].errors[0]
+    assert {label: arm.runs for label, arm in collected.arms.items()} == {
+        label: arm.runs for label, arm in report.arms.items()
+    }
+
+
 # -- workers that die --------------------------------------------------------------------------------------------------
 
 
@@ -224,7 +247,7 @@ def test_one_arm_that_is_always_lost_leaves_the_others(ran: list[str]) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_run_whose_process_is_killed(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_process_is_killed(times: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran: list[str] = []
 
     def run_packed(task: PackedTask, *_: Any) -> ArmRun:
@@ -234,9 +257,10 @@ def test_a_run_whose_process_is_killed(times: int, monkeypatch: pytest.MonkeyPat
         return trained(task)
 
     monkeypatch.setattr(_remote, "run_packed", run_packed)
-    report = compare(Inline())
+    report = compare(Inline(), dirpath=tmp_path)
     assert ran.count("bf16") == 2
     (run,) = report.arms["bf16"].runs
+    assert json.loads((tmp_path / "bf16-seed0.json").read_text())["run"]["error"] == run.error
     assert run.finished == (times == 1)
     assert run.first_attempt == "its worker was lost on node7: its process was killed by SIGKILL"
 

@@ -64,7 +64,7 @@ class Server:
     def fits(self, environment: Any, path: Any) -> bool:
         return self.settings == (dict(environment), list(path))
 
-    def fork(self, folder: Path) -> Any:
+    def fork(self, folder: Path, on_wait: Any) -> Any:
         return (self, folder)
 
     def close(self) -> None:
@@ -141,6 +141,43 @@ def test_a_fork_keeps_its_status(tmp_path: Path) -> None:
     (tmp_path / "exit").unlink()
     assert fork.poll() == 3
     server.communicate()
+
+
+@only_linux
+def test_an_interrupt_while_the_server_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It imports torch and Lightning for seconds. A second run then starts another server."""
+    script = tmp_path / "slow.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(_fork_server, "CHILD", str(script))
+
+    def interrupts() -> None:
+        raise KeyboardInterrupt
+
+    server = ForkServer()
+    with server.warm():
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                server.fork(tmp_path, dict(os.environ), [], interrupts)
+            assert time.monotonic() - began < 10
+            assert server._server is not None
+            assert server._server._process.poll() == -9
+
+
+@only_linux
+@pytest.mark.slow
+def test_a_run_that_is_given_up_before_its_fork(tmp_path: Path) -> None:
+    """Its folder is gone when the server forks. The server goes on."""
+    with FORK_SERVER.warm():
+        assert run_packed(pack(task(tmp_path, module=dies)), str(tmp_path), lambda *_: None).killed_by == "SIGKILL"
+        server = FORK_SERVER._server
+        assert server is not None
+        assert server._process.stdin is not None
+        server._process.stdin.write(b"/nowhere/at all\n")
+        server._process.stdin.flush()
+        assert run_packed(pack(task(tmp_path, module=dies)), str(tmp_path), lambda *_: None).killed_by == "SIGKILL"
+        assert FORK_SERVER._server is server
+        assert server._process.poll() is None
 
 
 @only_linux

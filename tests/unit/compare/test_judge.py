@@ -416,5 +416,6 @@ def test_speed_of_short_runs_alone() -> None:
     assert arm_of(runs, short, measure_speed="alone")[0].not_compared == "runs shared a device"
     arm, _ = arm_of(series("fp32", "bf16"), measure_speed="alone")
     assert (arm.speed, arm.speed_runs) == (None, ())
+    assert arm.not_compared == "the short runs that measure it failed or are missing"
     beside_a_training = [replace(run, started_at=run.started_at - 490.0) for run in alone]
     assert arm_of(runs, beside_a_training, measure_speed="alone")[0].not_compared == "runs shared a device"

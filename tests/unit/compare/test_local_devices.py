@@ -15,6 +15,7 @@ import torch
 from lightning_amp.compare import LocalDevices
 from lightning_amp.compare._local_devices import _places
 from lightning_amp.compare._place import WHOLE_MACHINE, Place, assigned, visible_devices
+from lightning_amp.compare._process import IN_AN_ARM
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, kind: str | None, number: int = 4, cores: int = 8) -> None:
@@ -140,6 +141,15 @@ def test_wrong_arguments_without_accelerators(
     pretend(monkeypatch, kind)
     with pytest.raises(ValueError, match=message):
         LocalDevices(**kwargs)
+
+
+def test_a_script_that_makes_it_while_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of a run imports the script too, and sees its own devices only."""
+    monkeypatch.setenv(IN_AN_ARM, "1")
+    pretend(monkeypatch, "cuda", number=1)
+    assert LocalDevices([0, 2], per_run=2).num_at_once == 1
+    pretend(monkeypatch, None, cores=1)
+    assert LocalDevices(num=2).num_at_once == 1
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------

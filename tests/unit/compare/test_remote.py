@@ -196,6 +196,46 @@ def test_a_worker_sees_the_file_that_stops_it(monkeypatch: pytest.MonkeyPatch, t
         train(assignment)
 
 
+def test_a_run_is_known_to_have_begun_before_its_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A first process takes seconds to start, and a worker may die in them."""
+    seen: list[Any] = []
+
+    def run_packed(task: PackedTask, folder: str, *_: Any) -> ArmRun:
+        seen.append(_remote.progress_of(folder))
+        return trained(task)
+
+    monkeypatch.setattr(_remote, "run_packed", run_packed)
+    compare(Inline(), ("fp32",), dirpath=tmp_path)
+    assert seen == [(platform.node(), None, "starting")]
+
+
+def test_an_engine_that_repeats_a_run_itself(ran: list[str], tmp_path: Path) -> None:
+    """Dask does so if a worker dies. The dead worker leaves its progress, by which the next one knows of it."""
+    progress: list[bytes] = []
+
+    def change(fn: Any, assignment: Assignment) -> Any:
+        file = Path(assignment.folders[0]) / _remote.PROGRESS
+        if assignment.tasks[0].label == "bf16":
+            file.parent.mkdir()
+            file.write_bytes(progress[0])
+        return fn(assignment)
+
+    def run_packed(task: PackedTask, folder: str, *_: Any) -> ArmRun:
+        progress.append((Path(folder) / _remote.PROGRESS).read_bytes())
+        return trained(task)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_remote, "run_packed", run_packed)
+        report = compare(Inline(change), dirpath=tmp_path)
+    assert [arm.runs[0].first_attempt for arm in report.arms.values()] == [
+        "",
+        f"its worker was lost on {platform.node()}",
+    ]
+    (tmp_path / "fp16-seed0").mkdir()
+    (tmp_path / "fp16-seed0" / _remote.PROGRESS).write_text('{"host": "vm", "call": "of an earlier call"}')
+    assert compare(Inline(), ("fp32", "fp16"), dirpath=tmp_path).arms["fp16"].runs[0].first_attempt == ""
+
+
 # -- folders and factories ---------------------------------------------------------------------------------------------
 
 
@@ -237,7 +277,9 @@ def test_a_lambda_without_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
     compare(Inline())
 
 
-def test_a_worker_that_cannot_make_the_folder_takes_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_make_the_folder_takes_another_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """It returns the files that the caller wants, and the caller writes them where it wants them."""
     folders: list[str] = []
 
@@ -249,9 +291,13 @@ def test_a_worker_that_cannot_make_the_folder_takes_another_one(monkeypatch: pyt
     monkeypatch.setattr(_remote, "run_packed", run_packed)
     executor = Inline()
     compare(executor, ("fp32",))
-    changed = replace(executor.assignments[0], folders=(f"{__file__}/run",), return_files=("facts.json", "none"))
-    assert train(changed)["files"] == [{"facts.json": "{}", "none": ""}]
-    assert not Path(folders[-1]).exists()
+    # the second: a temporary folder of the caller, which another machine does not have
+    for folder in (f"{__file__}/run", str(tmp_path / "of the caller" / "run")):
+        changed = replace(executor.assignments[0], folders=(folder,), return_files=("facts.json", "none"))
+        assert train(changed)["files"] == [{"facts.json": "{}", "none": ""}]
+        assert folders[-1] != folder
+        assert not Path(folders[-1]).exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_with_fewer_cores_takes_fewer_threads(monkeypatch: pytest.MonkeyPatch) -> None:
