@@ -153,6 +153,33 @@ def test_two_optimizers(listed: bool, optimizer: Any) -> None:
 
 
 @both_ways
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("optimizer", [plain_adamw, fused_adamw])
+def test_an_optimizer_that_steps_late(listed: bool, optimizer: Any) -> None:
+    """Its gradients accumulate while the scale changes. `ScaledSteps` must know of it, to rescale them."""
+
+    def train(scaler: Any) -> Any:
+        torch.manual_seed(0)
+        one, two = nn.Linear(FEATURES, 4).to(DEVICE), nn.Linear(4, 1).to(DEVICE)
+        optimizers = [optimizer(one.parameters()), optimizer(two.parameters())]
+        steps = None if scaler is None else ScaledSteps(scaler, *([optimizers] if listed else []))
+        for batch in batches():
+            optimizers[0].zero_grad()
+            loss = (two(one(batch.to(DEVICE))) - 1).pow(2).mean()
+            loss.backward() if steps is None else steps.backward(loss)
+            optimizers[0].step() if steps is None else steps.step(optimizers[0])
+        optimizers[1].step() if steps is None else steps.step(optimizers[1])
+        return [p.detach() for m in (one, two) for p in m.parameters()]
+
+    scaler = DynamicLossScaler(2.0, growth_interval=3, device=DEVICE)
+    if listed:
+        assert_same(train(scaler), train(None))
+    else:
+        with pytest.raises(RuntimeError, match=r"`AdamW`.*loss scale changed.*`ScaledSteps\(scaler, \[\.\.\.\]\)`"):
+            train(scaler)
+
+
+@both_ways
 def test_backwards_first_and_one_clip_each() -> None:
     def train(scaled: bool) -> Any:
         torch.manual_seed(0)
