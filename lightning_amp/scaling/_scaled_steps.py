@@ -398,8 +398,10 @@ class ScaledSteps:
     def load(self, state_dict: dict[str, Any], name: str) -> list[str]:
         """Load a state that errors call `name`. Return a sentence for each setting that stays as it was passed."""
         sentences = self._ledger.load(state_dict, self.scaler, name)
-        self._noted.clear()  # these calls belong to a step after the checkpoint
+        self._noted.clear()  # these calls, and the steps of this round, came after the checkpoint
+        self._round.clear()
         if self._steps is not None:
+            self._steps.drop_batch()
             self._steps.gradients.note_scale()
         return sentences
 

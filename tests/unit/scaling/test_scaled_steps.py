@@ -248,6 +248,31 @@ def test_state_round_trip(scaler: str, cut: int, tmp_path: Path) -> None:
     assert second.steps.last_step == whole.steps.last_step
 
 
+@both_ways
+def test_a_state_that_is_loaded_between_two_optimizers() -> None:
+    """The overflow of the first one belongs to a step after the checkpoint, and must not lower the loaded scale."""
+    nets = [net().to(DEVICE) for _ in range(2)]
+    optimizers = [plain_sgd(n.parameters()) for n in nets]
+    steps = ScaledSteps(DynamicLossScaler(2.0**10, device=DEVICE), optimizers)
+
+    def step(index: int, bad: bool = False) -> None:
+        optimizers[index].zero_grad()
+        loss = nets[index](batches()[0].to(DEVICE)).pow(2).mean()
+        steps.backward(Infinite.apply(loss) if bad else loss)
+        steps.step(optimizers[index])
+
+    step(0)
+    step(1)
+    state = steps.state_dict()
+    step(0, bad=True)
+    steps.load_state_dict(state)
+    step(0)
+    step(1)
+    steps.flush()
+    assert (steps.num_steps, steps.num_skipped) == (4, 0)
+    assert steps.state_dict()["scaler"]["scale"] == 2.0**10
+
+
 def test_the_state_of_a_plain_scaler_loads() -> None:
     scaler = torch.amp.GradScaler(DEVICE, init_scale=128.0)
     loop = Loop(SCALERS["ours"](), plain_adamw)
