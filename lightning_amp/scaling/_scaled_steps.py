@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import final
 
 from lightning_amp._arguments import require, require_bool
-from lightning_amp._compat import _torch
+from lightning_amp._compat import _modules, _torch
 from lightning_amp.findings import StepRecord
 from lightning_amp.scaling._backward_watch import BackwardWatch
 from lightning_amp.scaling._bypassed_steps import Advice, BypassedSteps
@@ -80,14 +80,15 @@ class ScaledSteps:
     Args:
         scaler: A :class:`DynamicLossScaler`, any `torch.amp.GradScaler`, or a float for a scale that never moves.
             `None`, for bf16 and fp32: the loss is not scaled.
-        optimizers: All optimizers. Of one that is missing here, the first step is counted as a round of its own.
+        optimizers: All optimizers. Of one that is missing here, the first step is counted as a round of its own, and
+            its gradients cannot accumulate before while the scale changes.
         skip_nonfinite: Skip steps with non-finite gradients without a scaler too.
         process_group: The ranks that step and skip together; by default all ranks.
 
     Raises:
         ValueError: For an argument of the wrong type.
-        RuntimeError: In training, for gradients that did not come from :meth:`backward`, and for `optimizer.step()`
-            on scaled gradients.
+        RuntimeError: In training, for gradients that did not come from :meth:`backward`, for `optimizer.step()` on
+            scaled gradients, and for an unknown optimizer whose gradients may have several scales.
         FloatingPointError: In training, after 64 skips in a row (`max_consecutive_skips` of the scaler).
 
     Cost: as :class:`~lightning_amp.AmpPrecision`. A fused optimizer does not wait for the device.
@@ -125,6 +126,7 @@ class ScaledSteps:
         self._expected: dict[int, Any] = {}  # parameters that an optimizer is to come for, by id
         self._round: set[int] = set()  # ids of the optimizers that have stepped in this round
         self._latest_scale: Tensor | None = None  # of the latest backward
+        self._scale_has_changed = False  # between two backwards
         self._loss: Tensor | None = None  # of the backwards so far, for optimizers that are not known yet
         self._latest: StepResult | None = None
         self._noted: list[tuple[StepResult, Callable[[], Any]]] = []
@@ -231,6 +233,7 @@ class ScaledSteps:
         before, self._latest_scale = self._latest_scale, scale
         if before is None or before is scale:
             return
+        self._scale_has_changed = True
         for parameter in self._expected.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale / before)
@@ -291,6 +294,8 @@ class ScaledSteps:
         state = gradients.known_state(optimizer)
         if state is not None:
             return state
+        if self._scale_has_changed:
+            self._require_one_backward(optimizer)
         scale = self._latest_scale
         state = gradients.state(optimizer, UNCHECKED if scale is None else Scaled(scale), carried=scale)
         if gradients.watch is not None:
@@ -302,6 +307,18 @@ class ScaledSteps:
             self._expected.pop(id(parameter), None)
         gradients.expect_more(bool(self._expected))
         return state
+
+    def _require_one_backward(self, optimizer: Optimizer) -> None:
+        """Refuse a new optimizer if its gradients may be sums of backwards with several scales."""
+        assert self._steps is not None
+        rescaled = self._steps.gradients.parameters() | self._expected.keys()
+        others = [p.grad for p in parameters(optimizer) if p.grad is not None and id(p) not in rescaled]
+        if any(map(_modules.version, others)):  # a backward that adds to a gradient writes in place
+            raise RuntimeError(
+                f"`{type(optimizer).__name__}` steps for the first time, with gradients of several backwards, and the"
+                " loss scale changed before. Pass all optimizers to `ScaledSteps(scaler, [...])`; in Fabric, set up"
+                " the modules of all parameters."
+            )
 
     def _end_round(self) -> None:
         self._round.clear()
@@ -381,8 +398,10 @@ class ScaledSteps:
     def load(self, state_dict: dict[str, Any], name: str) -> list[str]:
         """Load a state that errors call `name`. Return a sentence for each setting that stays as it was passed."""
         sentences = self._ledger.load(state_dict, self.scaler, name)
-        self._noted.clear()  # these calls belong to a step after the checkpoint
+        self._noted.clear()  # these calls, and the steps of this round, came after the checkpoint
+        self._round.clear()
         if self._steps is not None:
+            self._steps.drop_batch()
             self._steps.gradients.note_scale()
         return sentences
 

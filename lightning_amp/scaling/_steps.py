@@ -224,6 +224,10 @@ class OptimizerSteps:
             scale = _torch.scale_tensor(self.scaler)
         self.log.close_batch(scale)
 
+    def drop_batch(self) -> None:
+        """Forget the steps that have not moved the scale yet, since a checkpoint was loaded."""
+        self._batch.clear()
+
     def replace_scale(self, replace: Callable[[], None]) -> None:
         """Set the scale on the user's behalf. The steps so far do not move it any more. This waits for the device.
 

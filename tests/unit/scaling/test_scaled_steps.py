@@ -153,6 +153,33 @@ def test_two_optimizers(listed: bool, optimizer: Any) -> None:
 
 
 @both_ways
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("optimizer", [plain_adamw, fused_adamw])
+def test_an_optimizer_that_steps_late(listed: bool, optimizer: Any) -> None:
+    """Its gradients accumulate while the scale changes. `ScaledSteps` must know of it, to rescale them."""
+
+    def train(scaler: Any) -> Any:
+        torch.manual_seed(0)
+        one, two = nn.Linear(FEATURES, 4).to(DEVICE), nn.Linear(4, 1).to(DEVICE)
+        optimizers = [optimizer(one.parameters()), optimizer(two.parameters())]
+        steps = None if scaler is None else ScaledSteps(scaler, *([optimizers] if listed else []))
+        for batch in batches():
+            optimizers[0].zero_grad()
+            loss = (two(one(batch.to(DEVICE))) - 1).pow(2).mean()
+            loss.backward() if steps is None else steps.backward(loss)
+            optimizers[0].step() if steps is None else steps.step(optimizers[0])
+        optimizers[1].step() if steps is None else steps.step(optimizers[1])
+        return [p.detach() for m in (one, two) for p in m.parameters()]
+
+    scaler = DynamicLossScaler(2.0, growth_interval=3, device=DEVICE)
+    if listed:
+        assert_same(train(scaler), train(None))
+    else:
+        with pytest.raises(RuntimeError, match=r"`AdamW`.*loss scale changed.*`ScaledSteps\(scaler, \[\.\.\.\]\)`"):
+            train(scaler)
+
+
+@both_ways
 def test_backwards_first_and_one_clip_each() -> None:
     def train(scaled: bool) -> Any:
         torch.manual_seed(0)
@@ -219,6 +246,31 @@ def test_state_round_trip(scaler: str, cut: int, tmp_path: Path) -> None:
     assert second.steps.state_dict() == whole.steps.state_dict()
     assert (second.steps.num_steps, second.steps.num_skipped) == (5, 3)
     assert second.steps.last_step == whole.steps.last_step
+
+
+@both_ways
+def test_a_state_that_is_loaded_between_two_optimizers() -> None:
+    """The overflow of the first one belongs to a step after the checkpoint, and must not lower the loaded scale."""
+    nets = [net().to(DEVICE) for _ in range(2)]
+    optimizers = [plain_sgd(n.parameters()) for n in nets]
+    steps = ScaledSteps(DynamicLossScaler(2.0**10, device=DEVICE), optimizers)
+
+    def step(index: int, bad: bool = False) -> None:
+        optimizers[index].zero_grad()
+        loss = nets[index](batches()[0].to(DEVICE)).pow(2).mean()
+        steps.backward(Infinite.apply(loss) if bad else loss)
+        steps.step(optimizers[index])
+
+    step(0)
+    step(1)
+    state = steps.state_dict()
+    step(0, bad=True)
+    steps.load_state_dict(state)
+    step(0)
+    step(1)
+    steps.flush()
+    assert (steps.num_steps, steps.num_skipped) == (4, 0)
+    assert steps.state_dict()["scaler"]["scale"] == 2.0**10
 
 
 def test_the_state_of_a_plain_scaler_loads() -> None:
