@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -248,6 +247,17 @@ class NotNowError(RuntimeError):
     """A second run is not possible at this time, but may be possible later. Remove with `Fsdp1`."""
 
 
+_GATHERED = ("_full_param_padded", "_full_prec_full_param_padded")
+"""Attributes of a flat parameter of FSDP1 that hold gathered values. Remove with `Fsdp1`."""
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same size and dtype whose memory is not allocated yet. Remove with `Fsdp1`."""
+    empty = torch.empty_like(tensor)
+    empty.untyped_storage().resize_(0)
+    return empty
+
+
 @final
 class Fsdp1:
     """The same as :class:`Fsdp2` for the units of `FullyShardedDataParallel`.
@@ -258,18 +268,16 @@ class Fsdp1:
         root: The outermost unit.
     """
 
-    casts = False
-    """A second run gathers in the dtype of the first, because FSDP1 chooses its buffers once."""
-
     def __init__(self, root: nn.Module) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        units: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
-        self._units = [(unit, unit._handle) for unit in units if unit._handle is not None]
+        self._all: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
+        self._units = [(unit, unit._handle) for unit in self._all if unit._handle is not None]
         self._saved: list[tuple[Any, str, Any]] = []
         self._gathered: list[tuple[Any, Any]] = []
 
     def _is_gathered(self, handle: Any) -> bool:
+        """Return whether the parameters of modules are views of what was gathered."""
         flat = handle.flat_param
         if not hasattr(flat, "_local_shard"):  # before the first forward
             return False
@@ -296,15 +304,19 @@ class Fsdp1:
         self._gathered = [(unit, handle) for unit, handle in self._units if self._is_gathered(handle)]
         self.reshard()
         for unit, handle in self._units:
-            order = unit._exec_order_data
-            for owner, name, value in (
-                (handle.flat_param, "grad", None),
-                (handle, "_post_forward_index", None),
-                (handle, "_needs_pre_backward_unshard", False),
-                (order, "handles_post_forward_order", []),
-            ):
-                self._saved.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, value)
+            self._replace(handle.flat_param, grad=None)
+            self._replace(handle, _post_forward_index=None, _needs_pre_backward_unshard=False)
+            self._replace(unit._exec_order_data, handles_post_forward_order=[])
+            # The outermost unit keeps what it gathered in a forward, until a backward. Like FSDP2, it does not gather
+            # again while it has this memory.
+            for name in _GATHERED:
+                if hasattr(handle.flat_param, name):
+                    self._replace(handle.flat_param, **{name: _without_memory(getattr(handle.flat_param, name))})
+
+    def _replace(self, owner: Any, **attributes: Any) -> None:
+        for name, value in attributes.items():
+            self._saved.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
 
     def put_back(self) -> None:
         """Undo :meth:`set_aside`, also after a forward or a backward that raised an exception."""
@@ -331,10 +343,47 @@ class Fsdp1:
             if unit._is_root:
                 unit._post_backward_callback_queued = False
         self.reshard()
+        for _, handle in self._units:
+            if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):
+                handle._free_unsharded_flat_param()
 
-    def gathering_in_full(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: see :attr:`casts`."""
-        return contextlib.nullcontext()
+    @property
+    def casts(self) -> bool:
+        """Return whether a unit gathers parameters, or reduces their gradients, in another dtype than their own."""
+        return any(h._uses_param_mixed_precision or h._uses_reduce_mixed_precision for _, h in self._units)
+
+    @contextmanager
+    def gathering_in_full(self) -> Generator[None]:
+        """Gather parameters, and reduce their gradients, in their own dtype: set each `MixedPrecision` aside.
+
+        Call it while the units are resharded.
+        """
+        from torch.distributed.fsdp import MixedPrecision
+        from torch.distributed.fsdp._runtime_utils import _lazy_init
+
+        for unit in self._all:
+            if unit._is_root is None:  # before the first forward, which allocates the memory to gather into
+                _lazy_init(unit, unit)
+        found: list[tuple[Any, str, Any]] = []
+
+        def replace(owner: Any, **attributes: Any) -> None:
+            for name, value in attributes.items():
+                found.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, value)
+
+        try:
+            for unit in self._all:
+                replace(unit, mixed_precision=MixedPrecision())
+            for _, handle in self._units:
+                own, flat = handle._orig_param_dtype, handle.flat_param
+                if handle._uses_param_mixed_precision and handle.uses_sharded_strategy:
+                    replace(flat, _full_param_padded=flat._full_prec_full_param_padded)
+                replace(handle, _fwd_bwd_param_dtype=own, _reduce_dtype=own)
+            yield
+        finally:
+            self.settle()
+            for owner, name, value in reversed(found):
+                setattr(owner, name, value)
 
     def parts_in_use(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Return nothing: :meth:`put_back` gathers from the shards."""

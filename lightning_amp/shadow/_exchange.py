@@ -178,15 +178,17 @@ class _Writes:
     """Keeps the values of parameters before code changes them, and restores them: a step may edit weights."""
 
     def __init__(self) -> None:
-        self._locals: dict[int, Tensor] = {}  # each rank's part of a parameter, by the address of its values
+        # Bytes of each rank's part of a parameter, by their address. FSDP1 has one memory for all parameters of a unit.
+        self._locals: dict[int, Tensor] = {}
         self._kept: dict[int, Tensor] = {}
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note where the parameters are in memory."""
-        self._locals = {_address(p): _sharding.local(p.detach()) for p in parameters if _sharding.local(p).numel()}
+        parts = {_address(p): _sharding.local(p.detach()) for p in parameters if _sharding.local(p).numel()}
+        self._locals = {address: _all_bytes(part) for address, part in parts.items() if address}
 
     def keep(self, parameter: Tensor) -> None:
-        """Keep the present values of one parameter, unless they are kept already."""
+        """Keep the present values of one parameter, and of those in the same memory, unless they are kept already."""
         address = _address(parameter)
         if address in self._locals and address not in self._kept:
             with _modules.outside_dispatch_modes():
@@ -221,6 +223,10 @@ class _ParameterGuard(_modules.DispatchMode):
                 if isinstance(one, Tensor):
                     self._writes.keep(one)
         return func(*args, **kwargs)
+
+
+def _all_bytes(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _address(tensor: Tensor) -> int:

@@ -85,6 +85,15 @@ class Follower(Split):
             shard.mul_(3)
 
 
+class Edited(Split):
+    """Changes all weights before each batch of validation. FSDP1 gathers the outermost unit in the first batch only."""
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.trained():
+                parameter.mul_(0.9)
+
+
 class ParallelLoss(Split):
     """Tensor parallel logits stay sharded, so the backward must run in `loss_parallel()`, too."""
 

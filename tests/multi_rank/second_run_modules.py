@@ -47,8 +47,8 @@ class Split(L.LightningModule):
     """Shards `net` and the units in it as `layout` says; counts its steps in attributes.
 
     Args:
-        layout: "fsdp2", "policy" (with a MixedPrecisionPolicy), "offload", "hsdp", "tp", "fsdp2 tp"; every other one is
-            left to the strategy.
+        layout: "fsdp2", "policy" (with a MixedPrecisionPolicy), "offload", "hsdp", "tp", "fsdp2 tp"; every other one,
+            such as "fsdp1" and "fsdp1 half" (with a MixedPrecision), is left to the strategy.
         trouble: Batches whose loss or gradient is not finite.
         dropout: The dropout of blocks.
     """
@@ -132,7 +132,7 @@ class Split(L.LightningModule):
 
     def trained(self) -> list[nn.Parameter]:
         # FSDP1's optimizers take the parameters of the wrapped module
-        model = self.trainer.model if self.layout == "fsdp1" else self
+        model = self.trainer.model if self.layout.startswith("fsdp1") else self
         return [p for p in model.parameters() if p.requires_grad]
 
     def configure_optimizers(self) -> Any:
@@ -269,7 +269,7 @@ class Manual(Split):
         self.automatic_optimization = False
 
     def configure_model(self) -> None:
-        if self.layout == "fsdp1" and not self.is_split:  # FSDP1 forbids a backward inside of a unit's forward
+        if self.layout.startswith("fsdp1") and not self.is_split:  # FSDP1 forbids a backward inside of a unit's forward
             device = torch.device("cpu")
             for i, part in enumerate(self.net):
                 self.net[i] = FullyShardedDataParallel(part, device_id=device, use_orig_params=True)

@@ -23,7 +23,7 @@ from multi_rank.ranks import Scenarios
 from multi_rank.second_run_modules import TROUBLE, Split
 from support import Recorder, all_of_ours, quiet_trainer
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -38,7 +38,7 @@ from lightning_amp import (
 )
 
 SCENARIOS: dict[int, Scenarios] = {2: {}, 4: {}}
-PLUGINS = {"fsdp1": FSDPAmpPrecision}
+PLUGINS = {"fsdp1": FSDPAmpPrecision, "fsdp1 half": FSDPAmpPrecision}
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])  # Lightning removes it at the end of a fit
 
 
@@ -47,8 +47,9 @@ def fit(module: Split, precision: str, callbacks: Any = (), scaler: Any = None, 
     layout, wait = module.layout, timedelta(seconds=60)
     if layout == "ddp":
         strategy: Any = DDPStrategy(process_group_backend="gloo", find_unused_parameters=True, timeout=wait)
-    elif layout == "fsdp1":
-        strategy = OnTheCPU(auto_wrap_policy=set(module.units), timeout=wait)
+    elif layout.startswith("fsdp1"):
+        half = {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)} if "half" in layout else {}
+        strategy = OnTheCPU(auto_wrap_policy=set(module.units), timeout=wait, **half)
     else:
         shards = module.tensor_parallel
         strategy = ModelParallelStrategy(WORLD_SIZE // shards, shards, timeout=wait)
@@ -198,7 +199,10 @@ for one in ("Tied", "Keeper", "Manual", "Normed"):
     pair(f"{one}-fsdp1-bf16")
 for one in ("Tied-fsdp2-fp16", "Keeper-tp-fp16", "Normed-fsdp1-fp16"):
     pair(one)
-for one in ("Adversaries-fsdp2-fp16", "Follower-fsdp2-fp16", "Follower-policy-bf16", "ParallelLoss-tp-bf16"):
+for one in (
+    "Adversaries-fsdp2-fp16", "Follower-fsdp2-fp16", "Follower-policy-bf16", "ParallelLoss-tp-bf16",
+    "Edited-fsdp1-bf16", "Edited-fsdp1 half-bf16", "Edited-fsdp2-fp16", "Tied-fsdp1 half-bf16", "Keeper-fsdp1 half-bf16",
+):  # fmt: skip
     pair(one)
 pair("StepsInHooks-fsdp2-bf16")
 pair("StepsInHooks-ddp-bf16")
@@ -368,9 +372,9 @@ SCENARIOS[2] |= {
     f"numbers, {layout}, {precision}": lambda layout=layout, precision=precision: numbers(
         modules.Keeper, layout, precision
     )
-    for layout in ("fsdp2", "policy", "tp", "fsdp1", "ddp")
+    for layout in ("fsdp2", "policy", "tp", "fsdp1", "fsdp1 half", "ddp")
     for precision in ("fp16", "bf16")
-    if (layout, precision) != ("policy", "fp16")
+    if (layout, precision) not in (("policy", "fp16"), ("fsdp1 half", "fp16"))
 }
 SCENARIOS[4] |= {
     f"numbers, {layout}, fp16": lambda layout=layout: numbers(modules.Keeper, layout, "fp16")

@@ -30,6 +30,8 @@ PAIRS = {
         *("accumulation-fsdp2-fp16-troubled", "accumulation-tp-bf16"),
         *("Tied-fsdp2-fp16", "Keeper-tp-fp16", "Normed-fsdp1-fp16"),
         *("Adversaries-fsdp2-fp16", "Follower-fsdp2-fp16", "Follower-policy-bf16", "ParallelLoss-tp-bf16"),
+        *("Edited-fsdp1-bf16", "Edited-fsdp1 half-bf16", "Edited-fsdp2-fp16"),
+        *("Tied-fsdp1 half-bf16", "Keeper-fsdp1 half-bf16"),
     ],
     4: [
         f"{module}-{layout}-{rest}"
@@ -73,7 +75,10 @@ FAULTS: dict[int, dict[str, tuple[int, str, str, list[str]]]] = {
 }  # fmt: skip
 QUICK_FAULTS = ["shard of a weight", "forward in a shard", "root"]
 NUMBERS = {
-    2: [f"{lay}, {p}" for lay in ("fsdp2", "tp", "fsdp1", "ddp") for p in ("fp16", "bf16")] + ["policy, bf16"],
+    2: [
+        *(f"{lay}, {p}" for lay in ("fsdp2", "tp", "fsdp1", "ddp") for p in ("fp16", "bf16")),
+        *("policy, bf16", "fsdp1 half, bf16"),
+    ],
     4: ["fsdp2 tp, fp16", "hsdp, fp16"],
 }
 QUICK_NUMBERS = ["fsdp2, fp16", "tp, fp16"]
