@@ -37,7 +37,8 @@ class Tally:
         if len(self.skips) > _MAX_SKIPS:
             flags = [each.value for each in self.skips if isinstance(each.value, Tensor)]
             applied = any(each.known is False for each in self.skips)
-            self.skips = [Skip.NO if applied else Skip(torch.stack(flags).amin()) if flags else Skip.YES]
+            all_skipped = torch.stack([flag.to(flags[0].device) for flag in flags]).amin() if flags else True
+            self.skips = [Skip.NO if applied else Skip(all_skipped)]
 
     def take(self) -> list[Skip]:
         """Return the skips so far, and reset them."""
