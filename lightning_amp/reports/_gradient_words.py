@@ -119,7 +119,9 @@ def describe_healthy(rows: Sequence[GradientRow], largest: float, scale: float |
     fits = f"At the loss scale {exact(last.scale)} the gradients fit into fp16"
     if last.scale == scale:
         return f"{fits}, and the largest one has 2 bits of room or more."
-    return f"{fits}. `DynamicLossScaler(init_scale=2.0**{int(math.log2(scale))})` leaves the largest one 2 bits of room."
+    return (
+        f"{fits}. `DynamicLossScaler(init_scale=2.0**{int(math.log2(scale))})` leaves the largest one 2 bits of room."
+    )
 
 
 def _fp8(parts: Sequence[GradientRow], last: GradientRow) -> str:

@@ -201,7 +201,8 @@ for one in ("Tied-fsdp2-fp16", "Keeper-tp-fp16", "Normed-fsdp1-fp16"):
     pair(one)
 for one in (
     "Adversaries-fsdp2-fp16", "Follower-fsdp2-fp16", "Follower-policy-bf16", "ParallelLoss-tp-bf16",
-    "Edited-fsdp1-bf16", "Edited-fsdp1 half-bf16", "Edited-fsdp2-fp16", "Tied-fsdp1 half-bf16", "Keeper-fsdp1 half-bf16",
+    "Edited-fsdp1-bf16", "Edited-fsdp1 half-bf16", "Edited-fsdp2-fp16", "Tied-fsdp1 half-bf16",
+    "Keeper-fsdp1 half-bf16",
 ):  # fmt: skip
     pair(one)
 pair("StepsInHooks-fsdp2-bf16")

@@ -288,7 +288,7 @@ def judge_run(
             find(STOCKS, f"{what}: {short(str(b))} with Lightning's own plugin instead of {short(str(expected))}")
 
     if finite(plain.losses):
-                blame("the losses are", lambda o: "finite" if finite(o.losses) else "inf or NaN")
+        blame("the losses are", lambda o: "finite" if finite(o.losses) else "inf or NaN")
     blame("other metrics are logged", lambda o: sorted(o.metrics))
     names = sorted(plain.gradients)
     blame("other parameters have a gradient", lambda o: sorted(o.gradients) or names)

@@ -348,7 +348,7 @@ def test_a_backward_before_a_step_with_a_closure(plugins: FabricPlugins, where: 
 
             loop.optimizer.zero_grad()
             backward("before the step")
-            loop.optimizer.step(lambda: backward("in the closure"))  # noqa: B023
+            loop.optimizer.step(lambda: backward("in the closure"))
             loop.index += 1
         return loop.weights()
 
