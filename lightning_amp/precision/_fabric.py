@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -112,7 +113,7 @@ class FabricAmpPrecision(Precision):
         self._new: list[nn.Module] = []  # were set up since the last forward
         self._set_up: FabricModules | None = None
         self._loaded: dict[str, Any] | None = None  # a checkpoint for "auto", from before the first forward
-        self._first_line = ""
+        self._first_line: Callable[..., str] | None = None
         call, plugin = "fabric.backward(loss)", weakref.ref(self)
 
         def describe() -> str:
@@ -228,7 +229,7 @@ class FabricAmpPrecision(Precision):
             modules.add(self._new)
             self._steps.expect((p for m in self._new for p in m.parameters()), modules.device)
             self._new = []
-            self._say_first_line()
+            self._say_first_line(modules)
         return modules
 
     def _begin(self, device: torch.device) -> FabricModules:
@@ -245,13 +246,17 @@ class FabricAmpPrecision(Precision):
         if self._loaded is not None:
             say(self._steps.load(self._loaded, type(self).__name__))
         resumed = self._loaded is not None
-        self._first_line = first_line(choice, device.type, why, scaler, skips=modules.skips, resumed=resumed)
+        self._first_line = partial(first_line, choice, device.type, why, scaler, skips=modules.skips, resumed=resumed)
         return modules
 
-    def _say_first_line(self) -> None:
-        if self._first_line:
-            say([self._first_line])
-            self._first_line = ""
+    def _say_first_line(self, modules: FabricModules) -> None:
+        """Log the first line after the first modules, and how many layers of later ones run in fp8."""
+        fp8, modules.about_fp8 = modules.about_fp8, []
+        if self._first_line is not None:
+            say([self._first_line(fp8=fp8)])
+            self._first_line = None
+        else:
+            say(f"lightning_amp: {summary}." for summary in fp8)
 
     def _pick(self, device: torch.device) -> tuple[Choice, str]:
         """Pick for `"auto"`: the precision of a loaded checkpoint, or by the device."""

@@ -26,7 +26,7 @@ from lightning_amp.casting import (
     nothing_qualifies,
 )
 from lightning_amp.numerics import HALF_DTYPES
-from lightning_amp.precision import _upcast_parameters
+from lightning_amp.precision import _fp8, _upcast_parameters
 from lightning_amp.scaling import StepResult
 from lightning_amp.skipped_steps import KeptBuffers, matching_places, norm_places
 
@@ -53,6 +53,7 @@ class FabricModules:
         modules: The user's modules, inside of Fabric's wrappers.
         skips: Whether steps may be skipped.
         fp8_layers: Each `nn.Linear` by its name: `None` if it runs in fp8, or the reason why not.
+        about_fp8: A summary for each module in fp8 that is new.
 
     """
 
@@ -69,6 +70,7 @@ class FabricModules:
         self.modules: list[nn.Module] = []
         self.device, self.skips = device, skips
         self.fp8_layers: dict[str, str | None] = {}
+        self.about_fp8: list[str] = []
         self._choice = choice
         self._rules, self._buffer_rules, self._fp8_recipe = fp32_modules, restore_buffers, fp8_recipe
         self._fp32: list[Fp32Modules] = []
@@ -119,18 +121,24 @@ class FabricModules:
     def _choose_fp8(self, modules: Sequence[nn.Module], rules: Sequence[Sequence[Rule]]) -> list[Float8Linears]:
         chosen: list[Float8Linears] = []
         layers: dict[str, str | None] = {}
+        summaries: list[str] = []
         for module, its_rules in zip(modules, rules, strict=True):
             matching = modules_matching(module, its_rules).values()
             in_fp32 = {inner for pairs in matching for _, m in pairs for inner in m.modules()}
             found = choose_fp8_layers(module, in_fp32, self._fp8_recipe, self.device)
             layers.update(found)
+            if _fp8.has_fp8(module, found):
+                summaries.append(_fp8.summarize(module, found, self._fp8_recipe))
             names = may_run_in_fp8(found)
             if names:
                 stage = _Stage(module)
                 chosen.append(Float8Linears(module, names, self._fp8_recipe, self.device.type, stage))
-        if not chosen and not self._fp8:
+        if not summaries and not self.fp8_layers:
             raise ValueError(f"{nothing_qualifies(modules[0], layers)}\nUse precision 'bf16'.")
+        if not self.fp8_layers:
+            _fp8.warn_about(self._fp8_recipe)
         self.fp8_layers.update(layers)
+        self.about_fp8 += summaries
         return chosen
 
     # -- forward and backward ------------------------------------------------------------------------------------------

@@ -58,10 +58,20 @@ def say_first_line(
 
 
 def first_line(
-    choice: Choice, device_type: str, why: str, scaler: torch.amp.GradScaler | None, *, skips: bool, resumed: bool
+    choice: Choice,
+    device_type: str,
+    why: str,
+    scaler: torch.amp.GradScaler | None,
+    *,
+    skips: bool,
+    resumed: bool,
+    fp8: Iterable[str],
 ) -> str:
-    """Return precision, device and scaler in Fabric. For the arguments see :func:`say_first_line`."""
-    parts = [_precision_on(choice, device_type, why, resumed)]
+    """Return precision, device and scaler in Fabric. For the arguments see :func:`say_first_line`.
+
+    `fp8` has a summary for each module with layers in fp8.
+    """
+    parts = [*fp8, _precision_on(choice, device_type, why, resumed)]
     if scaler is not None:
         parts.append(_scale(scaler, resumed))
     return f"lightning_amp: {', '.join(parts)}; non-finite steps are {'skipped' if skips else 'taken'}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,22 +42,15 @@ class Fp8:
         self._names, self._recipe, self._device_type = may_run_in_fp8(self.layers), recipe, device.type
         self._linears = Float8Linears(module, self._names, recipe, device.type, forward)
         forward.use_fp8(self._linears)
-        converted = num_converted(module)
-        num_chosen = sum(1 for why in self.layers.values() if why is None)
         unfreezes = any(isinstance(callback, BaseFinetuning) for callback in module.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
-        if not (num_chosen or converted or (self._names and unfreezes)):
+        if not (has_fp8(module, self.layers) or (self._names and unfreezes)):
             raise ValueError(
                 f"{nothing_qualifies(module, self.layers)}\nUse precision 'bf16', or see `docs/guide/fp8.md`, which"
                 " says what a layer needs."
             )
-        share = percent(share_of_flops(module, self.layers))
-        self.summary = (
-            f"fp8 products in {num_chosen} of {counted(len(self.layers), 'linear layer')} (about {share} of their"
-            f" FLOPs, {name_of(recipe)})"
-        )
-        if converted:
-            self.summary += f" in addition to {converted} that you converted yourself"
-        _warn(module, recipe, device)
+        self.summary = summarize(module, self.layers, recipe)
+        warn_about(recipe)
+        _warn_without_compiler(module, recipe, device)
 
     def finish(self) -> None:
         """Record at the end of a fit which layers have left fp8, and warn of layers that never ran in it."""
@@ -78,20 +72,38 @@ class _Training:
     in_fp8 = True
 
 
-def _warn(module: LightningModule, recipe: Any, device: torch.device) -> None:
+def has_fp8(module: nn.Module, layers: Mapping[str, str | None]) -> bool:
+    """Return whether any layer was chosen, or converted by the user."""
+    return None in layers.values() or num_converted(module) > 0
+
+
+def summarize(module: nn.Module, layers: Mapping[str, str | None], recipe: Any) -> str:
+    """Say how many of the linear layers multiply in fp8, and which share of their FLOPs that is."""
+    num_chosen, converted = sum(1 for why in layers.values() if why is None), num_converted(module)
+    text = (
+        f"fp8 products in {num_chosen} of {counted(len(layers), 'linear layer')} (about"
+        f" {percent(share_of_flops(module, layers))} of their FLOPs, {name_of(recipe)})"
+    )
+    return f"{text} in addition to {converted} that you converted yourself" if converted else text
+
+
+def warn_about(recipe: Any) -> None:
+    """Warn of a recipe that is slow, or fails for some batches."""
     if emulates(recipe):
         _messages.warn(
             "lightning_amp: fp8 is emulated (`emulate=True`): values are rounded to 8 bits and multiplied in float32."
             " The accuracy is as on a device with fp8, but a step is slower than in bf16."
         )
-        return
-    if needs_whole_tiles(recipe):
+    elif needs_whole_tiles(recipe):
         _messages.warn(
             "lightning_amp: with `pad_inner_dim=False` a batch whose rows are not a multiple of 16 (often the last"
             " batch of an epoch) fails in the backward. Set it to `True` in `fp8_recipe`, or pass `drop_last=True` to"
             " the loader."
         )
-    if device.type == "cuda" and not any(_modules.is_compiled(m) for m in module.modules()):
+
+
+def _warn_without_compiler(module: LightningModule, recipe: Any, device: torch.device) -> None:
+    if device.type == "cuda" and not emulates(recipe) and not any(map(_modules.is_compiled, module.modules())):
         _messages.warn(
             "lightning_amp: fp8 without `torch.compile` is slower than bf16, since the casts are kernels of their own."
             " Compile the module, or the blocks that repeat in it: `for block in self.blocks: block.compile()` in"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import lightning as L
@@ -10,6 +11,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from support import FEATURES, Toy, assert_same, batches, fit, weights, with_batch_norm
 from support.fabric import CASES, OPTIMIZERS, Infinite, make_fabric, optimizer_tensors, slow, spoilt
+from support.fp8 import Deep, emulated, needs_torchao
 from support.promises import fused_adamw
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
@@ -184,3 +186,47 @@ def test_the_comparison_can_fail() -> None:
     (ours, _), (theirs, _) = (by_fabric(p, fused_adamw, {}, 1, False) for p in ("fp16", "bf16"))
     with pytest.raises(AssertionError, match="are not"):
         assert_same(move_data_to_device(ours, "cpu"), move_data_to_device(theirs, "cpu"))
+
+
+@needs_torchao
+@pytest.mark.filterwarnings("ignore:.*emulate")
+@pytest.mark.usefixtures("where_flags_live")
+def test_fp8(caplog: pytest.LogCaptureFixture) -> None:
+    """The layers in fp8 and the summary in the first line are the same, and evaluation runs in bf16 in both."""
+    caplog.set_level("INFO")
+    other = AmpPrecision("fp8", fp8_recipe=emulated())
+    trainer = fit(lambda: Toy(fused_adamw, Deep(FEATURES)), other, batches(6))
+    torch.manual_seed(0)
+    plugin = FabricAmpPrecision("fp8", fp8_recipe=emulated())
+    fabric = make_fabric(plugin)
+    toy = Toy(fused_adamw, Deep(FEATURES))
+    model, optimizer = fabric.setup(toy.net, fused_adamw(toy.parameters()))
+    assert plugin.fp8_layers == {}
+    for batch in map(fabric.to_device, batches(6)):
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.mse_loss(model(batch).float(), batch.sum(1, keepdim=True)))
+        optimizer.step()
+    in_fp8 = [name for name, reason in plugin.fp8_layers.items() if reason is None]
+    assert in_fp8 == [name.removeprefix("net.") for name, reason in other.fp8_layers.items() if reason is None]
+    assert in_fp8
+    summaries = re.findall(r"lightning_amp: (fp8 products in 4 of 6 .*? FLOPs), own recipe", caplog.text)
+    assert len(summaries) == 2
+    assert len(set(summaries)) == 1
+    found = {f"net.{name}": value for name, value in weights(model.module).items()}
+    assert_same(move_data_to_device(found, "cpu"), move_data_to_device(weights(trainer), "cpu"))
+    batch = torch.randn(4, FEATURES, device=fabric.device)
+    model.eval()
+    with torch.no_grad(), torch.autocast(batch.device.type, torch.bfloat16):
+        expected = model.module(batch)
+    with torch.no_grad():
+        assert torch.equal(model(batch), expected.float())
+
+
+@needs_torchao
+def test_fp8_needs_a_layer_that_qualifies() -> None:
+    plugin = FabricAmpPrecision("fp8", fp8_recipe=emulated())
+    fabric = make_fabric(plugin)
+    module = nn.Linear(FEATURES, 1)
+    model, _ = fabric.setup(module, fused_adamw(module.parameters()))
+    with pytest.raises(ValueError, match="Use precision 'bf16'"):
+        model(torch.ones(4, FEATURES, device=fabric.device))

@@ -156,11 +156,11 @@ def test_names_take_a_batch_of_any_size(caplog: pytest.LogCaptureFixture) -> Non
 def test_cuda_without_a_compiler_is_warned_about() -> None:
     module, cuda = nn.Sequential(nn.Linear(8, 8)), torch.device("cuda", 0)
     with pytest.warns(UserWarning, match=r"without `torch.compile` is slower than bf16.*block.compile\(\)"):
-        _fp8._warn(module, "rowwise", cuda)
+        _fp8._warn_without_compiler(module, "rowwise", cuda)
     module[0].compile(backend="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _fp8._warn(module, "rowwise", cuda)
+        _fp8._warn_without_compiler(module, "rowwise", cuda)
 
 
 @pytest.mark.filterwarnings(EMULATED)
