@@ -110,7 +110,9 @@ class Comparison:
             texts = {label: identity(source) for label, source in sources.items()}
             if plan.control:
                 texts[CONTROL] = f"the control of {texts[plan.reference]}"
-            self._store = Store(dirpath, settings, texts, without_identity([make_module, make_data, sources, kwargs]))
+            unnamed = [factory_name(factory) for factory in self._factories if by_value(factory)]
+            unnamed += without_identity([make_module, make_data, sources, kwargs])
+            self._store = Store(dirpath, settings, texts, unnamed)
 
     # -- what callers do -----------------------------------------------------------------------------------------------
 

@@ -31,8 +31,8 @@ class Store:
         dirpath: The folder, which is made.
         settings: The settings that all runs share, each as a text.
         arms: The settings of each arm as a text, by label.
-        without_text: Types of settings whose objects all have the same text. If there are such types, no earlier run is
-            loaded, and a warning names the types.
+        without_text: Types of objects, and functions, that have the same text as others. If there are any, no earlier
+            run is loaded, and a warning names them.
 
     Raises:
         ValueError: If the folder has runs with other settings. The message names the folder and the settings.
@@ -61,8 +61,8 @@ class Store:
         if without_text:
             _messages.warn(
                 f"`compare_precisions` keeps finished runs in `{self._folder}`, but a second call runs them again: the"
-                f" arguments hold {named(without_text)}, whose text does not tell one from another. Make it inside of"
-                " `make_module` or `make_data`."
+                f" arguments hold {named(without_text)}, whose text does not tell one from another. Make an object inside"
+                " of `make_module` or `make_data`; move a function or a class to the top level of a file."
             )
 
     @property

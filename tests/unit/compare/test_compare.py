@@ -184,16 +184,16 @@ def test_a_folder_at_a_url(ran: list[str], folder_url: str) -> None:
 def test_a_folder_that_becomes_full(
     ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    from lightning_amp.compare import _store
+    from lightning_amp.compare import _run_file
 
-    write = _store.write_atomically
+    write = _run_file.write_atomically
 
     def full(path: Any, *args: Any, **kwargs: Any) -> None:
         if "seed0" in str(path):
             raise OSError(28, "No space left on device")
         write(path, *args, **kwargs)
 
-    monkeypatch.setattr(_store, "write_atomically", full)
+    monkeypatch.setattr(_run_file, "write_atomically", full)
     with pytest.warns(UserWarning, match="could not write to .*No space left on device") as caught:
         report = compare(dirpath=tmp_path)
     assert len([w for w in caught if "could not write" in str(w.message)]) == 1

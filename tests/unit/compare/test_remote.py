@@ -270,6 +270,14 @@ def test_a_lambda_is_sent_by_value() -> None:
         compare(None, module=lambda: Waves(width))
 
 
+def test_a_lambda_is_not_taken_for_another_one(ran: list[str], tmp_path: Path) -> None:
+    """All lambdas of a file have the same name, so that a second call cannot know whether it has the same one."""
+    for width in (16, 64):
+        with pytest.warns(UserWarning, match="second call runs them again: the arguments hold `.*<lambda>`"):
+            compare(Inline(), ("fp32",), module=lambda width=width: Waves(width), dirpath=tmp_path)
+    assert ran == ["fp32 0", "fp32 0"]
+
+
 def test_a_lambda_without_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ModuleNotFoundError, match="Run `pip install cloudpickle`, or move the factory"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_amp._files import write_atomically
-from lightning_amp.compare import _store
+from lightning_amp.compare import _run_file
 from lightning_amp.compare._run import ArmRun
 from lightning_amp.compare._store import Store, file_name
 
@@ -139,10 +139,10 @@ def test_a_folder_that_becomes_full_is_warned_of_once(tmp_path: Path, monkeypatc
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_store, "write_atomically", full)
+    monkeypatch.setattr(_run_file, "write_atomically", full)
     with pytest.warns(UserWarning, match="could not write to .*No space left on device"):
         store.save(ArmRun("fp32", 0))
     store.save(ArmRun("bf16", 0))  # a second warning would be an error here
-    monkeypatch.setattr(_store, "write_atomically", write_atomically)
+    monkeypatch.setattr(_run_file, "write_atomically", write_atomically)
     store.save(ArmRun("fp32", 0))
     assert store.load("fp32", 0) == ArmRun("fp32", 0)
