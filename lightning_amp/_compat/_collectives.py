@@ -40,15 +40,31 @@ def process_group(operation: Any, args: Any, kwargs: Any) -> Any:
     return torch.distributed.ProcessGroup.unbox(group)
 
 
-def is_functional(operation: Any) -> bool:
-    """Return whether a collective operation returns its result before the values of the other ranks have arrived.
+_MODULES = ("torch._ops._c10d_functional", "torch.distributed.distributed_c10d")
+
+
+def takes_values_of_others(operation: Any) -> bool:
+    """Return whether the result of an operation depends on values of other ranks.
 
     Remove when torch tags collective operations.
     """
     module, name = str(getattr(operation, "__module__", "")), str(getattr(operation, "__name__", ""))
-    return module.startswith("torch._ops._c10d_functional") and not name.startswith(("wait_tensor", "_wrap_tensor"))
+    return module.startswith(_MODULES) and not name.startswith(("wait_tensor", "_wrap_tensor"))
 
 
+def is_function_of_torch(node: Any) -> bool:
+    """Return whether an autograd node is a Function that torch wrote for collective operations.
+
+    Remove when torch tags collective operations.
+    """
+    forward = getattr(type(node), "_forward_cls", None)
+    return str(getattr(forward, "__module__", "")).startswith("torch.distributed.")
+
+
+@torch.no_grad()
 def arrived(result: Tensor) -> Tensor:
-    """Wait for the result of a functional collective operation. Remove when torch exports `wait_tensor`."""
+    """Wait until a result has arrived, if a functional collective operation made it. It stays the same tensor.
+
+    Remove when torch exports `wait_tensor`.
+    """
     return torch.ops._c10d_functional.wait_tensor(result)

@@ -328,7 +328,7 @@ class OverflowLocator(Callback):
         report = mine.report
         if report.cause == "weights" and not report.note:
             report = replace(report, note=self._early_checks.bad_setting)
-        everybodys = gather(trainer, Explained(report, mine.key, begins=mine.begins))
+        everybodys = gather(trainer, mine._replace(report=report).for_others)
         found = [one for one in everybodys if one.report.cause != "not reproduced" or one.report.note]
         found = origins(trainer, found)
         taken = self._causes.add(found or everybodys[:1])

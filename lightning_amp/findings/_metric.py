@@ -144,7 +144,7 @@ class EvaluationReport:
             of all modules is wrong. `"state"`: a value that adds up over batches in half precision. `"unknown"`: no
             batch shows the difference.
         epoch: `trainer.current_epoch`.
-        rank: Rank of the process that had the batch.
+        rank: Rank of the process that had the batch, or that has the shard with the fault.
         world_size: Number of processes.
         loader_idx: Index of the batch's loader; `None` with one.
         batch_idx: The first batch that shows the difference; `None` if no single batch shows it.
@@ -160,6 +160,8 @@ class EvaluationReport:
         place: The line of the user's code that calls it.
         tried: The remedies that were tried, in this order.
         note: The reason why the cause was not narrowed down further.
+        shard: The part of a sharded weight that has the fault, with its mesh dimension; empty if it is in no single
+            part.
 
     """
 
@@ -184,6 +186,7 @@ class EvaluationReport:
     place: str = ""
     tried: tuple[TriedRemedy, ...] = ()
     note: str = ""
+    shard: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain types."""
@@ -191,7 +194,8 @@ class EvaluationReport:
 
     @override
     def __str__(self) -> str:
-        rank = f", rank {self.rank}" if self.world_size > 1 else ""
+        shard = f" ({self.shard})" if self.shard else ""
+        rank = f", rank {self.rank}{shard}" if self.world_size > 1 else ""
         lines = [f"`{self.metric}` is {rounded(self.amp)} in AMP and {rounded(self.fp32)} in fp32 (epoch {self.epoch})"]
         if self.batch_idx is not None:
             loader = "" if self.loader_idx is None else f" of loader {self.loader_idx}"

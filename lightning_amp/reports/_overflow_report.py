@@ -158,7 +158,9 @@ class OverflowReport:
             lines.append(f"  non-finite gradients: {named(self.parameters)}")
         if self.note:
             lines.append(f"  note: {self.note}")
-        if _was_replayed(self):
+        if self.is_repeated:
+            lines.append("  an earlier report of this cause has the advice")
+        elif _was_replayed(self):
             lines.append(f"  try: {_cure(self)}")
         return "\n".join(lines)
 

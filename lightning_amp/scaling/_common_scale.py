@@ -124,6 +124,8 @@ class CommonScale:
 
     def end_backward(self) -> None:
         """Record the end of that backward."""
+        for state in self._states.values():
+            state.end_backward()
         if self.watch is not None:
             self.watch.end()
 

@@ -99,6 +99,7 @@ class GradientState:
         self._closure_calls: int | None = None  # in its last step
         self._moves_first = False  # whether it has moved parameters before its first closure call
         self._had_gradients = False  # on this rank, in any step
+        self._left_gradients = False  # of a sharded optimizer: the last backward did, so that it was a synchronised one
         self._spare_flag: Tensor | None = None  # a flag that is still 0.0, for reuse
 
     @property
@@ -126,7 +127,7 @@ class GradientState:
         `may_have_none` is true if this rank may hold no shard of the parameters, and therefore never have gradients.
         """
         probe = self.loss_probe
-        shows_drops = not self._is_sharded and (self._had_gradients or not may_have_none)
+        shows_drops = self._left_gradients if self._is_sharded else self._had_gradients or not may_have_none
         if probe is not None and shows_drops and not has_gradients(self.optimizer):
             probe = None  # gradients were dropped, so earlier losses do not matter any more
         self.loss_probe, self.bad_loss = merge_losses(probe, loss), None
@@ -134,6 +135,10 @@ class GradientState:
             self._kept.begin_backward(Gradients(self.optimizer).largest())
         if isinstance(self.form, Unscaled):
             self.form = UNCHECKED
+
+    def end_backward(self) -> None:
+        """Note whether a backward has left gradients. All that FSDP2 had kept elsewhere are in these."""
+        self._left_gradients = self._is_sharded and has_gradients(self.optimizer)
 
     def carry(self, to: Scaled, leave_out: Collection[int]) -> None:
         """Multiply the gradients that are still there, so that the next backward can add to them.

@@ -110,6 +110,7 @@ class OperationWatch(TorchFunctionMode):
 
     def note_loss(self, loss: Tensor) -> None:
         """Record the operation that made a loss, before its backward, if this is the first non-finite loss."""
+        self._claim_inputs([loss], None)
         if self.made_loss is None and not is_finite(loss):
             self.made_loss = self.maker(loss)
 
@@ -262,7 +263,9 @@ class OperationWatch(TorchFunctionMode):
             if node is not None and node not in self._nodes:
                 own = isinstance(node, BackwardCFunction)
                 name = node.name().removesuffix("Backward").removesuffix("Backward0")
-                self._claim(node, OperationCall(Key(name, place, -1), self._number, None, FUNCTION if own else name))
+                call = OperationCall(Key(name, place, -1), self._number, None, FUNCTION if own else name)
+                call.is_collective = _collectives.is_function_of_torch(node)
+                self._claim(node, call)
 
     def _claim(self, node: Any, call: OperationCall) -> None:
         """Watch the backward of an operation: all its nodes, as far as the nodes of other operations."""

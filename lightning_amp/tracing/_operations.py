@@ -92,7 +92,7 @@ def known_operation(func: Any) -> Known | None:
         return None
     name = f"{name}_" if in_place else name
     known_as = "reciprocal" if written in _REVERSED else name
-    return Known(name, known_as, written, in_place or name == "assignment", _collectives.is_functional(func))
+    return Known(name, known_as, written, in_place or name == "assignment", _collectives.takes_values_of_others(func))
 
 
 def plain(name: str) -> str:

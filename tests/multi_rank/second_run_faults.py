@@ -133,6 +133,26 @@ class Entropy(Faulty):
         return loss
 
 
+class Contrast(Faulty):
+    """A rank computes its loss with the rows of all ranks, too. These are not finite if those of one rank are not.
+
+    A Function that takes part in a step also sends gradients of all ranks to each rank.
+    """
+
+    def loss(self, batch: Any) -> Tensor:
+        rows = self.net(batch[0]).float()
+        if self.is_here:
+            rows = torch.log(rows * 0 - 1)
+        everybodys = self.all_gather(rows, sync_grads=True)
+        return everybodys.square().mean() + super().loss(batch)
+
+
+class ContrastInBackward(Faulty):
+    def loss(self, batch: Any) -> Tensor:
+        loss = self.all_gather(self.net(batch[0]).float(), sync_grads=True).square().mean()
+        return loss + torch.log(loss.detach() * 0 - 1) * loss if self.is_here else loss
+
+
 class InValidation(Faulty):
     @property
     def is_here(self) -> bool:

@@ -252,6 +252,10 @@ FAULTS: dict[str, Any] = {
     "validation, swapped": (faults.Swapped, "fsdp2", "fp16", {"part": faults.Amplify}),
     "validation, tp": (faults.InValidation, "tp", "fp16", {"part": faults.Amplify}),
     "loss scale": (faults.Faulty, "fsdp2", "fp16", {"scaler": 2.0**30}),
+    "gathered rows": (faults.Contrast, "fsdp2", "fp16"),
+    "gathered rows, ddp": (faults.Contrast, "ddp", "bf16"),
+    "gathered gradients": (faults.ContrastInBackward, "fsdp2", "fp16"),
+    "gathered gradients, ddp": (faults.ContrastInBackward, "ddp", "bf16"),
 }
 
 

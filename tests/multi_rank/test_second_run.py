@@ -65,6 +65,13 @@ FAULTS: dict[int, dict[str, tuple[int, str, str, list[str]]]] = {
         "root": (1, "backward", "", ["`sqrt` in `net.2`", '"return x + torch.sqrt(', "an epsilon"]),
         "entropy": (1, "loss", "", ["`cross_entropy`", '"loss = loss + F.cross_entropy(', "'bf16'"]),
         "loss scale": (0, "backward", "", ["a loss scale of"]),
+        **{
+            f"gathered {what}": (1, "loss", "", ["`log`", code])
+            for what, code in {
+                "rows": '"rows = torch.log(', "rows, ddp": '"rows = torch.log(',
+                "gradients": '"return loss + torch.log(', "gradients, ddp": '"return loss + torch.log(',
+            }.items()
+        },
     },
     4: {
         "data": (2, "batch", "", ["1 in `batch[0]`"]),  # of the second replica, whose first rank is 2
@@ -73,7 +80,7 @@ FAULTS: dict[int, dict[str, tuple[int, str, str, list[str]]]] = {
         "shard of a weight, hsdp": (3, "weights", f"{ON_RANK_1} `shard`", ["`net.1.up.weight`"]),
     },
 }  # fmt: skip
-QUICK_FAULTS = ["shard of a weight", "forward in a shard", "root"]
+QUICK_FAULTS = ["shard of a weight", "forward in a shard", "root", "gathered gradients"]
 NUMBERS = {
     2: [
         *(f"{lay}, {p}" for lay in ("fsdp2", "tp", "fsdp1", "ddp") for p in ("fp16", "bf16")),
@@ -197,16 +204,20 @@ def test_a_fault_in_validation_alone_is_named_with_module_line_and_remedy(name: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "where"),
+    ("name", "where", "shard"),
     [
-        ("shard of a weight", "net.1.up.weight"),
-        ("shard of a weight, tp", "net.1.up.weight"),
-        ("buffer", "net.2.factor"),
+        ("shard of a weight", "net.1.up.weight", f", rank 1 ({ON_RANK_1} `data_parallel`)"),
+        ("shard of a weight, tp", "net.1.up.weight", f", rank 1 ({ON_RANK_1} `tensor_parallel`)"),
+        ("buffer", "net.2.factor", ", rank 1"),
     ],
 )
-def test_a_bad_shard_or_buffer_in_validation_is_named_on_all_ranks(name: str, where: str, ranks_of: Any) -> None:
+def test_a_bad_shard_or_buffer_in_validation_is_named_on_all_ranks(
+    name: str, where: str, shard: str, ranks_of: Any
+) -> None:
     for rank in ranks_of(2, f"fault, {name}"):
         assert f"values that are not finite in `{where}`" in rank["metric"]
+        assert shard in rank["metric"]
+        assert all(rank["metric"] in said for said in rank["said"])
         assert "outside of all modules" not in "".join(rank["said"])
         assert all(f"values that are not finite in `{where}`" in said for said in rank["said"])
 

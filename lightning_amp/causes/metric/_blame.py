@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp.findings import EvaluationReport
 from lightning_amp.numerics import count_nonfinite, fidelity
-from lightning_amp.shadow import OutputComparison, gather, is_sharded
+from lightning_amp.shadow import OutputComparison
 from lightning_amp.tracing import COMPARISONS_WITH_TARGETS, OperationCall, OperationWatch, nonfinite_entries, plain
 
 _WRONG_DB = 20.0
@@ -78,25 +77,18 @@ def _is_lost(before: float, after: float) -> bool:
     return after < _WRONG_DB and before > after + _LOST_DB
 
 
-def bad_parameters(trainer: Trainer, module: nn.Module) -> set[str]:
-    """Return the parameters of a sharded module that are not finite on any rank. All ranks must call."""
-    if not is_sharded(trainer):
-        return set()
-    mine = [n for n, p in _modules.plain_parameters(module).items() if p.is_floating_point() and count_nonfinite(p)]
-    return {name for names in gather(trainer, mine) for name in names}
-
-
 def origin_in_fp32(
     report: EvaluationReport,
     outputs: OutputComparison,
     batch: object,
     module: nn.Module,
-    elsewhere: Collection[str] = (),
+    elsewhere: Mapping[str, tuple[int, str]] | None = None,
 ) -> Blame:
     """Find the batch, weight, buffer, module or operation to blame if a metric is not finite in fp32 either.
 
-    `elsewhere` has parameters that are not finite on any rank.
+    `elsewhere` has the parameters of a sharded module that are not finite on any rank, with that rank and its shard.
     """
+    elsewhere = elsewhere or {}
     report = replace(report, in_fp32_too=True)
     entries = tuple(f"{count} in `batch{path}`" for path, count in nonfinite_entries(batch))
     first = next((call for call in outputs.reference if _bad(call.outputs)), None)
@@ -106,16 +98,20 @@ def origin_in_fp32(
     def is_bad(name: str) -> bool:
         return name in elsewhere or bool(count_nonfinite(named[name]))
 
+    def of_weights(report: EvaluationReport, names: Sequence[str]) -> Blame:
+        rank, shard = next((elsewhere[name] for name in names if name in elsewhere), (report.rank, ""))
+        return Blame(replace(report, cause="weights", names=tuple(names), rank=rank, shard=shard))
+
     reached = report if first is None else replace(report, module=first.name, module_class=first.kind)
     if first is not None and not _bad(first.inputs):
         own = [name for name in named if name.rpartition(".")[0] == first.name and is_bad(name)] or sorted(elsewhere)
         if own:
-            return Blame(replace(reached, cause="weights", names=tuple(own)))
+            return of_weights(reached, own)
         return Blame(replace(reached, cause="module") if first.name else replace(report, cause="operation"))
     if entries:
         return Blame(replace(reached, cause="batch", names=entries))
-    spoilt = tuple(filter(is_bad, named))
-    return Blame(replace(report, cause="weights", names=spoilt) if spoilt else replace(report, cause="operation"))
+    spoilt = list(filter(is_bad, named))
+    return of_weights(report, spoilt) if spoilt else Blame(replace(report, cause="operation"))
 
 
 def blame_operation(blame: Blame, fp32_run: OperationWatch, amp_run: OperationWatch) -> Blame:

@@ -17,9 +17,9 @@ from typing_extensions import final
 
 from lightning_amp._compat import _lightning
 from lightning_amp.causes._attempts import Attempt, first_that_works
+from lightning_amp.causes._bad_shards import bad_shards
 from lightning_amp.causes.metric._blame import (
     Blame,
-    bad_parameters,
     blame_module,
     blame_operation,
     more_modules,
@@ -89,7 +89,9 @@ class MetricSearch:
         # A rank without a fault sees the value of the others, if the step reduces it, and finds no operation for it.
         named = [report for report in known if report.cause != "operation" or report.operation]
         self.reports = named or known or reports[:1]
-        said = {str(replace(report, rank=0)): str(report) for report in self.reports}
+        said: dict[str, str] = {}
+        for report in self.reports:  # `.report` is the first one
+            said.setdefault(str(replace(report, rank=0)), str(report))
         return "\n".join(said.values())
 
 
@@ -102,7 +104,8 @@ def examine_metric(
     each of them finds.
 
     Returns:
-        The reports of all ranks. A rank that found nothing adds no report if the metric is finite.
+        The reports of all ranks. A rank that found nothing adds no report if the metric is finite. For a bad weight
+        there is only the report of the rank that has its shard.
 
     Cost: some four evaluation steps for each batch that is run again, on at most 8 batches, and one for each remedy.
 
@@ -112,7 +115,9 @@ def examine_metric(
     )
     with _quiet_passes():
         found = _search(EvaluationReplay(trainer, module, compared, metric), compared.batches, report)
-    return [one for one in gather(trainer, found) if one is not None]
+    by_rank = [(rank, one) for rank, one in enumerate(gather(trainer, found)) if one is not None]
+    holders = {one.names for rank, one in by_rank if one.cause == "weights" and one.rank == rank}
+    return [one for rank, one in by_rank if one.rank == rank or one.names not in holders]
 
 
 @contextmanager
@@ -260,7 +265,7 @@ def _blame(ranks: Lockstep, replay: EvaluationReplay, seen: _Sight, report: Eval
     step = seen.steps[0]
     report = _in_batch(replace(report, note=""), step.loader_idx, step.batch_idx, seen.amp, seen.fp32)
 
-    elsewhere = bad_parameters(replay.trainer, replay.module)
+    elsewhere = bad_shards(replay.trainer, replay.module)
 
     def of_modules() -> Blame:
         if math.isfinite(seen.amp) or math.isfinite(seen.fp32):

@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from typing_extensions import final
 
-from lightning_amp._compat import _modules, _sharding
 from lightning_amp.causes.overflow._remedies import Case, try_remedies
 from lightning_amp.findings import Remedy
-from lightning_amp.numerics import count_nonfinite
 from lightning_amp.reports import OverflowReport
 from lightning_amp.shadow import KeptBatch, Lockstep, gather, is_sharded, tensor_parallel_size
 
@@ -27,6 +25,12 @@ class Explained(NamedTuple):
     step: KeptBatch | None = None  # the batch that the report describes
     # place of the first fault in the order of the step's operations, to see which rank of several has the origin
     begins: float = math.inf
+    is_received: bool = False  # the first values that were not finite came from another rank
+
+    @property
+    def for_others(self) -> Explained:
+        """Return what the other ranks need, without the batch."""
+        return self._replace(step=None)
 
 
 def try_together(
@@ -34,7 +38,7 @@ def try_together(
 ) -> list[Remedy]:
     """Try the remedies of each cause on all ranks of a sharded module, and return those of this rank's cause."""
     mine = None if case is None or found is None else found
-    everybodys = gather(trainer, None if mine is None else Explained(mine.report, mine.key, begins=mine.begins))
+    everybodys = gather(trainer, None if mine is None else mine.for_others)
     tried: dict[str, list[Remedy]] = {}
     for one in origins(trainer, [one for one in everybodys if one is not None]):
         if one.key in tried:
@@ -51,19 +55,14 @@ def try_together(
     return [] if mine is None else tried.get(mine.key, [])
 
 
-def bad_shards(trainer: Trainer, module: LightningModule) -> dict[str, tuple[int, str]]:
-    """Return the parameters that are not finite on any rank, each with that rank and its shard. All ranks must call."""
-    parameters = {n: p for n, p in _modules.plain_parameters(module).items() if p.is_floating_point()}
-    bad = {n: (trainer.global_rank, _sharding.shard_of(p)) for n, p in parameters.items() if count_nonfinite(p)}
-    return {name: where for rank in reversed(gather(trainer, bad)) for name, where in rank.items()}
-
-
 def origins(trainer: Trainer, found: Sequence[Explained]) -> list[Explained]:
-    """Leave out reports of a sharded module that describe the consequence of a fault on another rank.
+    """Leave out reports that describe the consequence of a fault on another rank.
 
-    Ranks that differ only in tensor parallelism compute with the same batch and exchange activations: the fault began
-    where the first operation failed.
+    A step may exchange values with the other ranks by itself, for example in a contrastive loss. Ranks that differ only
+    in tensor parallelism compute with the same batch and exchange activations: the fault began where the first
+    operation failed.
     """
+    found = [one for one in found if not one.is_received] or found
     if not is_sharded(trainer):
         return list(found)
     size = tensor_parallel_size(trainer)

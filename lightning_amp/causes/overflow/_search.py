@@ -17,8 +17,9 @@ from typing_extensions import final
 from lightning_amp._compat import _modules
 from lightning_amp._text import named
 from lightning_amp.casting import Choice, Fp32Modules, our_name, runnable
+from lightning_amp.causes._bad_shards import bad_shards
 from lightning_amp.causes.overflow._blame import Blame, blame, blame_without_fp32, key_with_fp32, key_without_fp32
-from lightning_amp.causes.overflow._everybody import Explained, bad_shards, try_together
+from lightning_amp.causes.overflow._everybody import Explained, try_together
 from lightning_amp.causes.overflow._remedies import Case, calls_like, modules_after, try_remedies
 from lightning_amp.findings import Remedy, StepRecord
 from lightning_amp.numerics import (
@@ -100,7 +101,7 @@ def explain(
     steps = steps[-min(gather(trainer, len(steps))) :]
     found: Explained | None = None
     number, step, note = 0, steps[-1], _edited(steps[-1])
-    bad_parameters = bad_shards(trainer, module) if is_sharded(trainer) else None
+    bad_parameters = bad_shards(trainer, module)
     with ExitStack() as stack:
 
         def start() -> TrainingPass:
@@ -111,9 +112,13 @@ def explain(
             for number, step in enumerate(steps, start=1):
                 run = ranks.run(partial(_run_as_it_was, replay, step, record.scale, bad_parameters))
                 note, is_new = "; ".join(filter(None, (_edited(step), _unseen(run.unseen)))), False
-                if found is None and run.found.cause != "none":
+                is_first = found is None and run.found.cause != "none"
+                if is_first:
                     found = _on_its_rank(_without_fp32(report, run, step, number, note), bad_parameters)
                     is_new = found.key not in known
+                is_origin = is_first and found is not None and not found.is_received
+                if ranks.any(is_origin):  # its report is enough
+                    is_new &= is_origin
                 if ranks.any(is_new):
                     in_fp32 = ranks.run(partial(_run_in_fp32, trainer, module, replay, step, run))
                     scale = 1.0 if report.scale_is == "dynamic" else record.scale
@@ -181,7 +186,21 @@ def _without_fp32(report: OverflowReport, run: _StepAsItWas, step: KeptBatch, nu
         parameters=report.parameters or run.parameters,
         note=note,
     )
-    return Explained(report, key_without_fp32(run.found, run.watch), step, _begins(run))
+    return Explained(report, key_without_fp32(run.found, run.watch), step, _begins(run), _is_received(run))
+
+
+def _is_received(run: _StepAsItWas) -> bool:
+    """Return whether the first values that were not finite came from another rank, by a collective operation."""
+    cause, watch = run.found.cause, run.watch
+    if cause == "backward":
+        first = watch.first_backward
+        inside = [call for call in watch.bad_in_backward if not call.sources][:1]
+        return first is not None and not first.is_sum and any(one.is_collective for one in (first.call, *inside))
+    if cause not in ("forward", "loss"):
+        return False
+    roots = watch.bad if watch.made_loss is None else watch.made_loss.roots
+    wrong = next((call for call in roots if call.facts.kind != "literal"), None)
+    return wrong is not None and wrong.is_collective and not wrong.sources
 
 
 def _begins(run: _StepAsItWas) -> float:
@@ -214,7 +233,11 @@ def _with_fp32(
         if report.cause == "backward":
             report = replace(report, largest_gradient=in_fp32.largest)
     report = replace(report, diagnosis=blamed.diagnosis, cause=cause_of(blamed.diagnosis))
-    found = found._replace(report=report, key=key_with_fp32(blamed.diagnosis, found.key))
+    operation = blamed.diagnosis.operation
+    is_received = found.is_received or (operation is not None and operation.kind == "outside")
+    found = found._replace(
+        report=report, key=key_with_fp32(blamed.diagnosis, found.key), is_received=is_received
+    )
     return _on_its_rank(found, bad_parameters), blamed
 
 

@@ -88,6 +88,13 @@ def test_a_step_that_was_taken() -> None:
     assert again.endswith("try: look at non-deterministic operations, and at earlier batches of the window")
 
 
+def test_a_repeated_cause_refers_to_the_report_that_has_the_advice() -> None:
+    """Nothing was tried again, so there is no advice."""
+    text = str(report("backward", is_repeated=True))
+    assert "try:" not in text
+    assert text.endswith("an earlier report of this cause has the advice")
+
+
 def test_in_one_line() -> None:
     one = report("forward", EXP, remedies=(Remedy("bf16", (), True),))
     line = 'losses.py:75 "log_z = torch.exp(sim).sum(-1)"'

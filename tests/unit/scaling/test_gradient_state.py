@@ -10,6 +10,7 @@ import torch
 from support import CountReads, flags_on_a_device
 from torch import Tensor, nn
 
+from lightning_amp._compat import _sharding
 from lightning_amp.scaling import HalfGradientsError, Scaled, Skip, Unscaled
 from lightning_amp.scaling._gradient_state import UNCHECKED, Folded, Form, GradientState
 
@@ -118,6 +119,22 @@ def test_a_bad_loss_is_forgotten_with_its_gradients(
     of.add_loss(scalar(1.0), may_have_none=may_have_none)
     forgotten = not has_gradients and (had_gradients or not may_have_none)
     assert of.loss_probe.isfinite().item() is forgotten
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_bad_loss_of_a_sharded_optimizer_is_forgotten_if_its_backward_left_gradients(
+    left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without synchronisation FSDP2 keeps gradients elsewhere, so that missing ones were not dropped."""
+    monkeypatch.setattr(_sharding, "is_sharded", lambda tensor: True)
+    of = state([1.0])
+    of.add_loss(scalar(NAN), may_have_none=True)
+    if not left:
+        of.optimizer.zero_grad()
+    of.end_backward()
+    of.optimizer.zero_grad()
+    of.add_loss(scalar(1.0), may_have_none=True)
+    assert of.loss_probe.isfinite().item() is left
 
 
 def test_a_step_begins_anew_and_leaves_scaled_gradients_as_they_are() -> None:

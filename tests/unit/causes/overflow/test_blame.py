@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support import Toy, fit
@@ -78,6 +80,32 @@ def test_an_infinity_that_does_not_show_in_the_loss_is_found() -> None:
     (report,) = locator.reports
     assert (report.cause, report.diagnosis.module) == ("forward", "gate")
     assert any(r.kind == "fp32_modules" and r.worked for r in report.remedies)
+
+
+class Infinite(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.inf
+
+
+class MadeLast(Toy):
+    """No operation of the step takes the result of the Function."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.net(batch).float().square().mean()
+        return Infinite.apply(loss) if batch_idx == 1 else loss
+
+
+def test_a_function_that_makes_the_loss_is_named() -> None:
+    locator = OverflowLocator()
+    fit(MadeLast, fp16(), callbacks=[locator])
+    (found,) = locator.reports
+    assert found.diagnosis.operation is not None
+    assert (found.diagnosis.operation.name, found.diagnosis.operation.code) == ("Infinite", "return gradient * torch.inf")
 
 
 def test_a_healthy_run_has_no_report() -> None:
