@@ -22,7 +22,7 @@ from lightning_amp._arguments import require
 from lightning_amp.compare._pack import pack
 from lightning_amp.compare._process import tail
 from lightning_amp.compare._progress import Progress
-from lightning_amp.compare._remote import Assignment, progress_of, runs_of, train, versions
+from lightning_amp.compare._remote import Assignment, call_of, progress_of, runs_of, train, versions
 from lightning_amp.compare._run import ArmRun
 from lightning_amp.compare._worker import Task
 
@@ -126,7 +126,7 @@ class Dispatcher:
     def _submit(self, number: int, assignment: Assignment) -> bool:
         """Return whether the executor took the runs."""
         try:
-            job = self._executor.submit(train, assignment)
+            job = self._executor.submit(*call_of(assignment))
         except Exception as error:
             if not self._jobs and not self._has_runs:
                 raise RuntimeError(f"`executor` takes no runs: {_shown(error)}.") from error

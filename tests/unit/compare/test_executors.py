@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.synthetic import failed
 from zoo.compared import TRAINER, Sea, Waves
-from zoo.executors import Inline, Job, always, compare, once, trained
+from zoo.executors import Inline, Job, always, assignment_of, compare, once, trained
 
 from lightning_amp.compare import Comparison, _comparison, _executors, _remote
 from lightning_amp.compare._process import PackedTask
@@ -146,7 +146,7 @@ def test_jobs_that_a_shutdown_took_out_of_the_queue(ran: list[str]) -> None:
                 return fn(*args)
 
             job = pool.submit(call)
-            if args[0].tasks[0].label == "bf16":
+            if assignment_of(*args).tasks[0].label == "bf16":
                 assert first.wait(30)
                 job.cancel()
                 pool.shutdown()
@@ -212,7 +212,7 @@ class Dies:
     """Shows its progress from another host, writes a log, and is lost."""
 
     def submit(self, fn: Any, /, *args: Any) -> Job:
-        folder = Path(args[0].folders[0])
+        folder = Path(assignment_of(*args).folders[0])
         seen: list[bool] = []
 
         def is_done() -> bool:
