@@ -169,7 +169,7 @@ class Dispatcher:
             self._lost(number, assignment, killed.error)
             return
         if killed is not None:
-            runs = [_with_place(run, folder) for run, folder in zip(runs, assignment.folders, strict=True)]
+            runs = [_with_place(run, _kept_log(assignment, i)) for i, run in enumerate(runs)]
         if answer["unsaved"]:
             self._on_unsaved(answer["unsaved"])
         for folder, files in zip(assignment.folders, answer["files"], strict=True):
@@ -197,12 +197,10 @@ class Dispatcher:
     def _failed(self, number: int, assignment: Assignment, error: str) -> None:
         runs: list[ArmRun] = []
         host = self._hosts.get(number, "")
-        for task, folder in zip(assignment.tasks, assignment.folders, strict=True):
-            log = Path(folder) / "output.log"
-            where = f" Log: {log}" if assignment.files and log.exists() else ""
-            first = assignment.first_attempt
-            text = f"{error}.{where}"
-            runs.append(ArmRun(task.label, task.seed, error=text, host=host, first_attempt=first, log=tail(log)))
+        for i, task in enumerate(assignment.tasks):
+            log, first = tail(Path(assignment.folders[i]) / "output.log"), assignment.first_attempt
+            text = f"{error}.{_kept_log(assignment, i)}"
+            runs.append(ArmRun(task.label, task.seed, error=text, host=host, first_attempt=first, log=log))
         self._ended(assignment, runs)
 
     def _ended(self, assignment: Assignment, runs: list[ArmRun]) -> None:
@@ -226,13 +224,18 @@ class Dispatcher:
             self._stop_file.unlink(missing_ok=True)
 
 
-def _with_place(run: ArmRun, folder: str) -> ArmRun:
+def _with_place(run: ArmRun, log: str) -> ArmRun:
     """Return a run that was killed for the second time, with its host and its log in the error."""
     if run.killed_by is None:
         return run
-    log = Path(folder) / "output.log"
-    again = f"{run.error}, on {run.host}; first attempt: {run.first_attempt}."
-    return replace(run, error=f"{again} Log: {log}" if log.exists() else again)
+    return replace(run, error=f"{run.error}, on {run.host}; first attempt: {run.first_attempt}.{log}")
+
+
+def _kept_log(assignment: Assignment, number: int) -> str:
+    """Return words for the log of a run; empty if it is in a temporary folder."""
+    log = Path(assignment.folders[number]) / "output.log"
+    stays = bool(assignment.files) and Path(assignment.files[number].path).parent == log.parent.parent
+    return f" Log: {log}" if stays and log.exists() else ""
 
 
 def _refuse(wrong: str, assignment: Assignment, error: BaseException | None = None) -> NoReturn:

@@ -265,6 +265,21 @@ def test_a_run_whose_process_is_killed(times: int, monkeypatch: pytest.MonkeyPat
     assert run.first_attempt == "its worker was lost on node7: its process was killed by SIGKILL"
 
 
+@pytest.mark.parametrize("dirpath", [None, "memory://killed", "kept"])
+def test_a_log_is_named_if_it_stays(dirpath: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a folder on this machine, logs are in a temporary folder."""
+
+    def run_packed(task: PackedTask, folder: str, *_: Any) -> ArmRun:
+        (Path(folder) / "output.log").touch()
+        return failed(task.label, task.seed, "its process was killed by SIGKILL", killed_by="SIGKILL")
+
+    monkeypatch.setattr(_remote, "run_packed", run_packed)
+    monkeypatch.chdir(tmp_path)
+    (run,) = compare(Inline(), ("fp32",), dirpath=dirpath).arms["fp32"].runs
+    log = tmp_path / "kept" / "fp32-seed0" / "output.log"
+    assert str(run.error).partition(" Log: ")[2] == (str(log) if dirpath == "kept" else "")
+
+
 def test_an_error_of_the_run_itself_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
