@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import platform
 import re
 import secrets
@@ -34,18 +35,21 @@ _MISSING = re.compile(r"No module named '((?:lightning_amp|lightning|torch)(?:\.
 """In the errors of workers that cannot import this package. Executors pass them on as text, each in its own words."""
 
 
-def run_on(executor: Any, task: Task, return_files: Sequence[str] = ()) -> ArmRun:
+def run_on(
+    executor: Any, task: Task, dumps: Callable[[Any], bytes] = pickle.dumps, return_files: Sequence[str] = ()
+) -> ArmRun:
     """Train one task on the executor, wait for it, and return its record.
 
     Args:
         executor: The executor.
         task: The training.
+        dumps: How its factories are sent.
         return_files: Names of small files in the folder of the task, which are there afterwards.
 
     """
     found: list[ArmRun] = []
     assignment = Assignment(
-        tasks=(pack(task),),
+        tasks=(pack(task, dumps),),
         folders=(task.work_folder,),
         files=(),
         versions=versions(),
