@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_amp.compare._compare import compare_precisions
     from lightning_amp.compare._comparison import Comparison
     from lightning_amp.compare._executors import check_executor, run_on
-    from lightning_amp.compare._factories import check_factory
+    from lightning_amp.compare._factories import check_factory, dumps_for
     from lightning_amp.compare._fork_server import FORK_SERVER
     from lightning_amp.compare._local_devices import LocalDevices
     from lightning_amp.compare._observer import num_rows
@@ -51,6 +51,7 @@ __all__ = [
     "check_trainer_kwargs",
     "check_trainer_names",
     "compare_precisions",
+    "dumps_for",
     "num_rows",
     "parse_arms",
     "progress",
@@ -73,6 +74,7 @@ _NEED_LIGHTNING = {
     "check_trainer_kwargs": "_checks",
     "check_trainer_names": "_checks",
     "compare_precisions": "_compare",
+    "dumps_for": "_factories",
     "num_rows": "_observer",
     "parse_arms": "_arms",
     "progress": "_progress",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import platform
 import shutil
 import tempfile
@@ -25,7 +24,7 @@ from lightning_amp.compare._checks import (
 )
 from lightning_amp.compare._describe import identity, shown, without_identity
 from lightning_amp.compare._executors import Dispatcher, check_executor
-from lightning_amp.compare._factories import by_value, check_factory, factory_name
+from lightning_amp.compare._factories import by_value, check_factory, dumps_for, factory_name
 from lightning_amp.compare._fork_server import FORK_SERVER
 from lightning_amp.compare._local_devices import LocalDevices
 from lightning_amp.compare._pack import pack, run_in_process
@@ -74,12 +73,9 @@ class Comparison:
         require(measure_speed in ("as run", "alone", False), "measure_speed", legal, measure_speed, none="or `False`")
         self._executor = executor
         self._factories = make_module, make_data
-        self._dumps = pickle.dumps
-        if executor is not None and any(map(by_value, self._factories)):
-            self._dumps = _cloudpickle()
-        named = self._dumps is pickle.dumps
-        check_factory("make_module", make_module, LightningModule, self._dumps, named=named)
-        check_factory("make_data", make_data, LightningDataModule, self._dumps, named=named)
+        self._dumps = dumps_for(executor, *self._factories)
+        check_factory("make_module", make_module, LightningModule, self._dumps)
+        check_factory("make_data", make_data, LightningDataModule, self._dumps)
         self._kwargs = kwargs = check_trainer_kwargs(trainer_kwargs)
         if isinstance(executor, LocalDevices):
             executor.check_trainer(kwargs)
@@ -281,14 +277,3 @@ def _ending(run: ArmRun) -> str:
     cut = error if len(error) <= 160 else f"{error[:160]}..."
     again = ", after a worker was lost" if run.first_attempt else ""
     return f"{run.total_s:.0f} s{again}" if run.finished else f"failed{again}: {cut}"
-
-
-def _cloudpickle() -> Any:
-    try:
-        import cloudpickle
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "A factory that cannot be imported by its name is sent with cloudpickle, which is not installed. Run"
-            " `pip install cloudpickle`, or move the factory to the top level of a file."
-        ) from error
-    return cloudpickle.dumps

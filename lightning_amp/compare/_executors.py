@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import platform
 import re
 import secrets
@@ -22,7 +23,7 @@ from lightning_amp._arguments import require
 from lightning_amp.compare._pack import pack
 from lightning_amp.compare._process import tail
 from lightning_amp.compare._progress import Progress
-from lightning_amp.compare._remote import Assignment, progress_of, runs_of, train, versions
+from lightning_amp.compare._remote import Assignment, call_of, progress_of, runs_of, train, versions
 from lightning_amp.compare._run import ArmRun
 from lightning_amp.compare._worker import Task
 
@@ -34,18 +35,21 @@ _MISSING = re.compile(r"No module named '((?:lightning_amp|lightning|torch)(?:\.
 """In the errors of workers that cannot import this package. Executors pass them on as text, each in its own words."""
 
 
-def run_on(executor: Any, task: Task, return_files: Sequence[str] = ()) -> ArmRun:
+def run_on(
+    executor: Any, task: Task, dumps: Callable[[Any], bytes] = pickle.dumps, return_files: Sequence[str] = ()
+) -> ArmRun:
     """Train one task on the executor, wait for it, and return its record.
 
     Args:
         executor: The executor.
         task: The training.
+        dumps: How its factories are sent.
         return_files: Names of small files in the folder of the task, which are there afterwards.
 
     """
     found: list[ArmRun] = []
     assignment = Assignment(
-        tasks=(pack(task),),
+        tasks=(pack(task, dumps),),
         folders=(task.work_folder,),
         files=(),
         versions=versions(),
@@ -126,7 +130,7 @@ class Dispatcher:
     def _submit(self, number: int, assignment: Assignment) -> bool:
         """Return whether the executor took the runs."""
         try:
-            job = self._executor.submit(train, assignment)
+            job = self._executor.submit(*call_of(assignment))
         except Exception as error:
             if not self._jobs and not self._has_runs:
                 raise RuntimeError(f"`executor` takes no runs: {_shown(error)}.") from error
@@ -169,7 +173,7 @@ class Dispatcher:
             self._lost(number, assignment, killed.error)
             return
         if killed is not None:
-            runs = [_with_place(run, folder) for run, folder in zip(runs, assignment.folders, strict=True)]
+            runs = [_with_place(run, _kept_log(assignment, i)) for i, run in enumerate(runs)]
         if answer["unsaved"]:
             self._on_unsaved(answer["unsaved"])
         for folder, files in zip(assignment.folders, answer["files"], strict=True):
@@ -197,12 +201,10 @@ class Dispatcher:
     def _failed(self, number: int, assignment: Assignment, error: str) -> None:
         runs: list[ArmRun] = []
         host = self._hosts.get(number, "")
-        for task, folder in zip(assignment.tasks, assignment.folders, strict=True):
-            log = Path(folder) / "output.log"
-            where = f" Log: {log}" if assignment.files and log.exists() else ""
-            first = assignment.first_attempt
-            text = f"{error}.{where}"
-            runs.append(ArmRun(task.label, task.seed, error=text, host=host, first_attempt=first, log=tail(log)))
+        for i, task in enumerate(assignment.tasks):
+            log, first = tail(Path(assignment.folders[i]) / "output.log"), assignment.first_attempt
+            text = f"{error}.{_kept_log(assignment, i)}"
+            runs.append(ArmRun(task.label, task.seed, error=text, host=host, first_attempt=first, log=log))
         self._ended(assignment, runs)
 
     def _ended(self, assignment: Assignment, runs: list[ArmRun]) -> None:
@@ -226,13 +228,18 @@ class Dispatcher:
             self._stop_file.unlink(missing_ok=True)
 
 
-def _with_place(run: ArmRun, folder: str) -> ArmRun:
+def _with_place(run: ArmRun, log: str) -> ArmRun:
     """Return a run that was killed for the second time, with its host and its log in the error."""
     if run.killed_by is None:
         return run
-    log = Path(folder) / "output.log"
-    again = f"{run.error}, on {run.host}; first attempt: {run.first_attempt}."
-    return replace(run, error=f"{again} Log: {log}" if log.exists() else again)
+    return replace(run, error=f"{run.error}, on {run.host}; first attempt: {run.first_attempt}.{log}")
+
+
+def _kept_log(assignment: Assignment, number: int) -> str:
+    """Return words for the log of a run; empty if it is in a temporary folder."""
+    log = Path(assignment.folders[number]) / "output.log"
+    stays = bool(assignment.files) and Path(assignment.files[number].path).parent == log.parent.parent
+    return f" Log: {log}" if stays and log.exists() else ""
 
 
 def _refuse(wrong: str, assignment: Assignment, error: BaseException | None = None) -> NoReturn:

@@ -25,17 +25,33 @@ def by_value(factory: Any) -> bool:
     return "<lambda>" in where or "<locals>" in where or (_module_name(factory) == "__main__" and main_path() is None)
 
 
-def check_factory(
-    argument: str, factory: Any, kind: type, dumps: Callable[[Any], bytes] = pickle.dumps, *, named: bool = True
-) -> None:
+def dumps_for(executor: object, *factories: Any) -> Callable[[Any], bytes]:
+    """Return `pickle.dumps`, or `cloudpickle.dumps` if an executor gets a factory that has no importable name.
+
+    Raises:
+        ModuleNotFoundError: If cloudpickle is needed and not installed.
+
+    """
+    if executor is None or not any(map(by_value, factories)):
+        return pickle.dumps
+    try:
+        import cloudpickle
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "A factory that cannot be imported by its name is sent with cloudpickle, which is not installed. Run"
+            " `pip install cloudpickle`, or move the factory to the top level of a file."
+        ) from error
+    return cloudpickle.dumps
+
+
+def check_factory(argument: str, factory: Any, kind: type, dumps: Callable[[Any], bytes] = pickle.dumps) -> None:
     """Refuse a factory that another process cannot import and call.
 
     Args:
         argument: The name of the argument.
         factory: The factory.
         kind: The class of the objects that it returns.
-        dumps: How it is sent.
-        named: Whether the other process imports it by its name.
+        dumps: How it is sent: by :func:`dumps_for`.
 
     Raises:
         ValueError: If the factory is refused. The message explains how to write it instead.
@@ -65,7 +81,7 @@ def check_factory(
         f"Move it to the top level of a file, for example `models.py`, and pass `models.{name}`. Each arm runs in a"
         " process of its own, which has to import it."
     )
-    if obstacle and named:
+    if obstacle and dumps is pickle.dumps:
         sent = " An `executor`, such as `LocalDevices()`, sends it with cloudpickle as it is."
         raise ValueError(f"`{argument}` {obstacle}, which another process cannot import. {move}{more}{sent}")
     try:

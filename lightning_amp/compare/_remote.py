@@ -1,6 +1,6 @@
 """Train runs where an executor sends them: on another device, in another process, or on another machine.
 
-Only the function :func:`train` and an `Assignment` travel. The file imports neither Lightning nor the user's modules,
+Only an `Assignment` for the function :func:`train` travels. The file imports neither Lightning nor the user's modules,
 so a worker that only starts the process of a run begins soon.
 """
 
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -64,6 +65,26 @@ class Assignment:
     @property
     def _labels(self) -> list[str]:
         return list(dict.fromkeys(task.label for task in self.tasks))
+
+
+@final
+class _Call:
+    """Unpickled, it is the answer of :func:`train`."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._assignment = assignment
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return train, (self._assignment,)
+
+
+def call_of(assignment: Assignment) -> tuple[Callable[[bytes], Any], bytes]:
+    """Return a function of the standard library, and the argument with which it trains the runs and returns the answer.
+
+    A worker without this package then raises `ModuleNotFoundError` in the call. A worker of Dask that cannot read a call
+    ends, and the caller would wait for ever.
+    """
+    return pickle.loads, pickle.dumps(_Call(assignment))
 
 
 def train(assignment: Assignment) -> dict[str, Any]:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 from support.synthetic import curve, make_run
 
 import lightning_amp
+from lightning_amp.compare import _remote
 from lightning_amp.compare._process import PackedTask
-from lightning_amp.compare._remote import Assignment
+from lightning_amp.compare._remote import Assignment, train
 from lightning_amp.compare._run import ArmRun
 from zoo.compared import TRAINER, Sea, Waves
+
+
+def assignment_of(pickled: bytes) -> Assignment:
+    """Return what `submit` sends, without training it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_remote, "train", lambda assignment: assignment)
+        return pickle.loads(pickled)
 
 
 class Job:
@@ -44,7 +54,7 @@ class Inline:
         self._order = list(order)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
-        (assignment,) = args
+        fn, assignment = train, assignment_of(*args)
         number = len(self.assignments)
         self.assignments.append(assignment)
 

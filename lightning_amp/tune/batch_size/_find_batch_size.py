@@ -19,6 +19,7 @@ from lightning_amp.compare import (
     check_factory,
     check_place,
     check_trainer_kwargs,
+    dumps_for,
     parse_arms,
     progress,
 )
@@ -98,12 +99,13 @@ def find_batch_size(
 
     """
     check_place("find_batch_size")
-    check_factory("make_module", make_module, LightningModule)
-    check_factory("make_data", make_data, LightningDataModule)
+    check_executor(executor)
+    dumps = dumps_for(executor, make_module, make_data)
+    check_factory("make_module", make_module, LightningModule, dumps)
+    check_factory("make_data", make_data, LightningDataModule, dumps)
     kwargs = check_trainer_kwargs(trainer_kwargs)
     arms = parse_arms(precisions, kwargs.get("strategy", "auto"))
     _check_limit(memory_limit_gib, kwargs)
-    check_executor(executor)
     results: dict[str, BatchSizeResult] = {}
     errors: list[Exception] = []
     with (
@@ -123,7 +125,7 @@ def find_batch_size(
 
             def search_in(label: str) -> tuple[BatchSizeResult, Exception | None]:
                 place = Path(folder) / str(list(arms).index(label))
-                runs = ShortRuns(make_module, make_data, kwargs, place, shown.move, shared)
+                runs = ShortRuns(make_module, make_data, kwargs, place, shown.move, shared, dumps)
                 return BatchSizeSearch(runs, memory_limit_gib, shown).run(arms[label])
 
             shared = _Shared(executor)

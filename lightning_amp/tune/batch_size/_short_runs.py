@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
@@ -29,10 +30,11 @@ class ShortRuns:
         folder: Path,
         on_progress: Callable[[float | None, str], None],
         executor: Any = None,
+        dumps: Callable[[Any], bytes] = pickle.dumps,
     ) -> None:
         self._factories = make_module, make_data
         self._kwargs, self._folder, self._on_progress = trainer_kwargs, folder, on_progress
-        self._executor = executor
+        self._executor, self._dumps = executor, dumps
         self.num_runs = 0
 
     def run(self, arm: ArmSpec, size: int | None) -> tuple[ArmRun, Facts]:
@@ -54,7 +56,7 @@ class ShortRuns:
         if self._executor is None:
             found = run_in_process(task, self._on_progress)
         else:
-            found = run_on(self._executor, task, ["facts.json"])
+            found = run_on(self._executor, task, self._dumps, ["facts.json"])
         return found, Facts.read(folder / "facts.json")
 
 

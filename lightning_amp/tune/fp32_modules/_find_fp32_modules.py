@@ -79,6 +79,8 @@ def find_fp32_modules(
             modules in fp32; if there are no batches.
         TypeError: If a factory returns an object of another type.
 
+    It takes no executor, because each measurement depends on those before it.
+
     Cost: two fits of some 14 steps, and about 2k log2(n) times a step and a validation of 3 batches, for k of n
     modules; at most some hundred. In memory, a gradient and a copy of the weights for each measured step, and once the
     activations in fp32.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from zoo.compared import TRAINER, Sea, Waves, here
-from zoo.executors import Inline
+from zoo.executors import Inline, assignment_of
 from zoo.processes import MOMENTS, DiesOnce
 
 import lightning_amp
@@ -135,7 +135,7 @@ class Loses:
         self._executor = executor
 
     def submit(self, fn: Any, /, *args: Any) -> Any:
-        (assignment,) = args
+        assignment = assignment_of(*args)
         if assignment.tasks[0].seed == len(MOMENTS) and not assignment.first_attempt:
             return self._executor.submit(_lose)
         return self._executor.submit(fn, *args)

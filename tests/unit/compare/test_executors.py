@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.synthetic import failed
 from zoo.compared import TRAINER, Sea, Waves
-from zoo.executors import Inline, Job, always, compare, once, trained
+from zoo.executors import Inline, Job, always, assignment_of, compare, once, trained
 
 from lightning_amp.compare import Comparison, _comparison, _executors, _remote
 from lightning_amp.compare._process import PackedTask
@@ -146,7 +146,7 @@ def test_jobs_that_a_shutdown_took_out_of_the_queue(ran: list[str]) -> None:
                 return fn(*args)
 
             job = pool.submit(call)
-            if args[0].tasks[0].label == "bf16":
+            if assignment_of(*args).tasks[0].label == "bf16":
                 assert first.wait(30)
                 job.cancel()
                 pool.shutdown()
@@ -210,7 +210,7 @@ class Dies:
     """Shows its progress from another host, writes a log, and is lost."""
 
     def submit(self, fn: Any, /, *args: Any) -> Job:
-        folder = Path(args[0].folders[0])
+        folder = Path(assignment_of(*args).folders[0])
         seen: list[bool] = []
 
         def is_done() -> bool:
@@ -261,6 +261,21 @@ def test_a_run_whose_process_is_killed(times: int, monkeypatch: pytest.MonkeyPat
     assert json.loads((tmp_path / "bf16-seed0.json").read_text())["run"]["error"] == run.error
     assert run.finished == (times == 1)
     assert run.first_attempt == "its worker was lost on node7: its process was killed by SIGKILL"
+
+
+@pytest.mark.parametrize("dirpath", [None, "memory://killed", "kept"])
+def test_a_log_is_named_if_it_stays(dirpath: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a folder on this machine, logs are in a temporary folder."""
+
+    def run_packed(task: PackedTask, folder: str, *_: Any) -> ArmRun:
+        (Path(folder) / "output.log").touch()
+        return failed(task.label, task.seed, "its process was killed by SIGKILL", killed_by="SIGKILL")
+
+    monkeypatch.setattr(_remote, "run_packed", run_packed)
+    monkeypatch.chdir(tmp_path)
+    (run,) = compare(Inline(), ("fp32",), dirpath=dirpath).arms["fp32"].runs
+    log = tmp_path / "kept" / "fp32-seed0" / "output.log"
+    assert str(run.error).partition(" Log: ")[2] == (str(log) if dirpath == "kept" else "")
 
 
 def test_an_error_of_the_run_itself_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

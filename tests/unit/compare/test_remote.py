@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import platform
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 from zoo.compared import Waves
-from zoo.executors import Inline, Job, always, compare, trained
+from zoo.executors import Inline, Job, always, assignment_of, compare, trained
 
 from lightning_amp.compare import _executors, _remote
 from lightning_amp.compare._fork_server import ForkServer
@@ -49,7 +50,7 @@ class Records(Inline):
 
     def submit(self, fn: Any, /, *args: Any) -> Any:
         job = super().submit(fn, *args)
-        name, is_done = args[0].name, job.done
+        name, is_done = assignment_of(*args).name, job.done
         job.cancel = lambda: self.cancelled.append(name)
         job.done = lambda: name in self.cancelled or is_done()
         return job
@@ -85,6 +86,17 @@ def test_workers_without_the_package(error: Exception, ran: list[str]) -> None:
         compare(executor)
     assert ran == []
     assert executor.cancelled == ["bf16, seed 0"]
+
+
+def test_a_worker_without_the_package_can_read_what_is_sent() -> None:
+    """Otherwise a worker of Dask ends, and the caller waits for ever. The call itself then raises the error."""
+    executor = Inline()
+    compare(executor, ("fp32",))
+    sent = pickle.dumps(_remote.call_of(executor.assignments[0]))
+    script = "import pickle, sys; fn, argument = pickle.loads(sys.stdin.buffer.read()); print('read'); fn(argument)"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", script], input=sent, capture_output=True, check=False)
+    assert done.stdout.split() == [b"read"]
+    assert b"No module named 'lightning_amp'" in done.stderr
 
 
 def test_another_module_that_is_missing_is_an_error_of_the_run() -> None:
@@ -130,7 +142,7 @@ class Interrupts(Records):
 
     def submit(self, fn: Any, /, *args: Any) -> Any:
         job = super().submit(fn, *args)
-        name, stop = args[0].name, Path(args[0].stop_file)
+        name, stop = assignment_of(*args).name, Path(assignment_of(*args).stop_file)
 
         def is_done() -> bool:
             if not self.cancelled:
@@ -159,7 +171,7 @@ def test_an_interrupt_of_jobs_without_cancel(tmp_path: Path) -> None:
 
     class Running:
         def submit(self, fn: Any, /, *args: Any) -> Job:
-            stop = Path(args[0].stop_file)
+            stop = Path(assignment_of(*args).stop_file)
             seen: list[int] = []
 
             def is_done() -> bool:

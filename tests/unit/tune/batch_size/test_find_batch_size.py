@@ -217,7 +217,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.slow
 def test_all_precisions_at_once(elsewhere: list[str]) -> None:
     with ThreadPoolExecutor(2) as pool:
-        found = lightning_amp.find_batch_size(Wide, fifty, memory_limit_gib=0.1, trainer_kwargs=CPU, executor=pool)
+        kwargs: Any = {"memory_limit_gib": 0.1, "trainer_kwargs": CPU, "executor": pool}
+        found = lightning_amp.find_batch_size(lambda: Wide(), fifty, **kwargs)  # noqa: PLW0108 - has no name
     assert {label: result.batch_size for label, result in found.items()} == {"fp32": 50, "bf16": 50}
     assert sorted(set(elsewhere)) == ["bf16", "fp32"]
 
