@@ -201,7 +201,8 @@ for one in ("Tied-fsdp2-fp16", "Keeper-tp-fp16", "Normed-fsdp1-fp16"):
     pair(one)
 for one in (
     "Adversaries-fsdp2-fp16", "Follower-fsdp2-fp16", "Follower-policy-bf16", "ParallelLoss-tp-bf16",
-    "Edited-fsdp1-bf16", "Edited-fsdp1 half-bf16", "Edited-fsdp2-fp16", "Tied-fsdp1 half-bf16", "Keeper-fsdp1 half-bf16",
+    "Edited-fsdp1-bf16", "Edited-fsdp1 half-bf16", "Edited-fsdp2-fp16", "Tied-fsdp1 half-bf16",
+    "Keeper-fsdp1 half-bf16",
 ):  # fmt: skip
     pair(one)
 pair("StepsInHooks-fsdp2-bf16")
@@ -251,6 +252,8 @@ FAULTS: dict[str, Any] = {
     "validation, swapped": (faults.Swapped, "fsdp2", "fp16", {"part": faults.Amplify}),
     "validation, tp": (faults.InValidation, "tp", "fp16", {"part": faults.Amplify}),
     "loss scale": (faults.Faulty, "fsdp2", "fp16", {"scaler": 2.0**30}),
+    "loss, and the scale of another rank": (faults.OfTwoRanks, "fsdp2", "fp16", {"detached": False}),
+    "detached loss, and the scale of another rank": (faults.OfTwoRanks, "fsdp2", "fp16", {"detached": True}),
     "gathered rows": (faults.Contrast, "fsdp2", "fp16"),
     "gathered rows, ddp": (faults.Contrast, "ddp", "bf16"),
     "gathered gradients": (faults.ContrastInBackward, "fsdp2", "fp16"),
