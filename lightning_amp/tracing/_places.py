@@ -59,9 +59,9 @@ def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None,
         boundary: File where the search ends; callers of that file are not searched.
 
     Returns:
-        Line and module, each `None` if there is none. `None` instead of the pair if no user code runs, if this package
-        is measuring, if Lightning logs a value, which it may add to values of earlier steps and of other ranks, or if
-        FSDP gathers parameters, into memory that has any values.
+        Line and module, each `None` if there is none. `None` instead of the pair if no user code runs, or if this
+        package is measuring. Also while FSDP gathers parameters, into memory that has any values, and while Lightning
+        adds a logged value to values of earlier steps and of other ranks.
 
     """
     place: Place | None = None
