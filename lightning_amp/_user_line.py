@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def _folders() -> dict[Owner, tuple[str, ...]]:
-    frameworks = ("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics")
+    frameworks = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
     return {"ours": (_OWN,), "torch": _of("torch"), "Lightning": tuple(f for name in frameworks for f in _of(name))}
 
 

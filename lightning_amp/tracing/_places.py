@@ -20,6 +20,7 @@ _ASKING = {f"{_ROOMS}/tracing/_operation_watch.py", __file__}
 _OPTIMIZERS = str(Path(str(torch.optim.__file__)).parent)
 _LAYERS = str(Path(str(nn.__file__)).parent)
 _GATHERING = str(Path(str(torch.__file__)).parent / "distributed" / "fsdp")
+_LOGGING = "/trainer/connectors/logger_connector/"
 _MODES = {"__torch_function__", "__torch_dispatch__"}
 _CALLING = nn.Module.__call__.__code__.co_filename
 """The file of our wrappers around each forward. Its code does not belong to the module."""
@@ -58,8 +59,9 @@ def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None,
         boundary: File where the search ends; callers of that file are not searched.
 
     Returns:
-        Line and module, each `None` if there is none. `None` instead of the pair if no user code runs, if this package
-        is measuring, or if FSDP gathers parameters, into memory that has any values.
+        Line and module, each `None` if there is none. `None` instead of the pair if no user code runs, or if this
+        package is measuring. Also while FSDP gathers parameters, into memory that has any values, and while Lightning
+        adds a logged value to values of earlier steps and of other ranks.
 
     """
     place: Place | None = None
@@ -75,6 +77,8 @@ def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None,
             is_inside = False
             if file.startswith(_MEASURING):
                 return None
+        if place is None and _LOGGING in file:
+            return None
         if place is None and is_users(file) and code.co_name not in _MODES:
             place = Place(file, frame.f_lineno)
         if seeks_module and code.co_argcount and file != _CALLING:

@@ -153,6 +153,24 @@ class ContrastInBackward(Faulty):
         return loss + torch.log(loss.detach() * 0 - 1) * loss if self.is_here else loss
 
 
+class OfTwoRanks(Faulty):
+    """On the other rank the loss scale is too high for the same step. FSDP2 adds up their gradients.
+
+    A loss that is `detached` is not finite, but its gradients are.
+    """
+
+    def __init__(self, layout: str, detached: bool) -> None:
+        self.detached = detached
+        super().__init__(layout)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.is_here:
+            part = loss.detach() if self.detached else loss
+            return loss + part / (part * 0)
+        return loss * 1e3 if self.training and self.seen[-1] == AT else loss
+
+
 class InValidation(Faulty):
     @property
     def is_here(self) -> bool:

@@ -252,6 +252,8 @@ FAULTS: dict[str, Any] = {
     "validation, swapped": (faults.Swapped, "fsdp2", "fp16", {"part": faults.Amplify}),
     "validation, tp": (faults.InValidation, "tp", "fp16", {"part": faults.Amplify}),
     "loss scale": (faults.Faulty, "fsdp2", "fp16", {"scaler": 2.0**30}),
+    "loss, and the scale of another rank": (faults.OfTwoRanks, "fsdp2", "fp16", {"detached": False}),
+    "detached loss, and the scale of another rank": (faults.OfTwoRanks, "fsdp2", "fp16", {"detached": True}),
     "gathered rows": (faults.Contrast, "fsdp2", "fp16"),
     "gathered rows, ddp": (faults.Contrast, "ddp", "bf16"),
     "gathered gradients": (faults.ContrastInBackward, "fsdp2", "fp16"),

@@ -65,6 +65,8 @@ FAULTS: dict[int, dict[str, tuple[int, str, str, list[str]]]] = {
         "root": (1, "backward", "", ["`sqrt` in `net.2`", '"return x + torch.sqrt(', "an epsilon"]),
         "entropy": (1, "loss", "", ["`cross_entropy`", '"loss = loss + F.cross_entropy(', "'bf16'"]),
         "loss scale": (0, "backward", "", ["a loss scale of"]),
+        "loss, and the scale of another rank": (1, "loss", "", ["`div`", '"return loss + part / (part * 0)']),
+        "detached loss, and the scale of another rank": (1, "loss", "", ["`div`", '"return loss + part / (part * 0)']),
         **{
             f"gathered {what}": (1, "loss", "", ["`log`", code])
             for what, code in {
@@ -80,7 +82,10 @@ FAULTS: dict[int, dict[str, tuple[int, str, str, list[str]]]] = {
         "shard of a weight, hsdp": (3, "weights", f"{ON_RANK_1} `shard`", ["`net.1.up.weight`"]),
     },
 }  # fmt: skip
-QUICK_FAULTS = ["shard of a weight", "forward in a shard", "root", "gathered gradients"]
+QUICK_FAULTS = [
+    "shard of a weight", "forward in a shard", "root", "gathered gradients",
+    "detached loss, and the scale of another rank",
+]  # fmt: skip
 NUMBERS = {
     2: [
         *(f"{lay}, {p}" for lay in ("fsdp2", "tp", "fsdp1", "ddp") for p in ("fp16", "bf16")),

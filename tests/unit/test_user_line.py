@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import lightning
+import lightning_utilities
 import pytest
 import torch
 import torchmetrics
@@ -24,6 +25,7 @@ HERE, PYTHON = __file__, sysconfig.get_path("stdlib")
         (torch.nn.__file__, "torch"),
         (lightning.__file__, "Lightning"),
         (torchmetrics.__file__, "Lightning"),
+        (lightning_utilities.__file__, "Lightning"),
         (lightning_amp.__file__, "ours"),
         ("<string>", "Python"),
         (f"{PYTHON}/random.py", "Python"),

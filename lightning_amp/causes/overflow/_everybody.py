@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 from typing_extensions import final
@@ -36,8 +36,12 @@ class Explained(NamedTuple):
 def try_together(
     trainer: Trainer, ranks: Lockstep, rerun: Callable[..., bool], found: Explained | None, case: Case | None
 ) -> list[Remedy]:
-    """Try the remedies of each cause on all ranks of a sharded module, and return those of this rank's cause."""
+    """Try the remedies of each cause on all ranks of a sharded module, and return those of this rank's cause.
+
+    A rank that has another fault runs too, but its result does not count.
+    """
     mine = None if case is None or found is None else found
+    work = rerun if case is None else case.is_finite
     everybodys = gather(trainer, None if mine is None else mine.for_others)
     tried: dict[str, list[Remedy]] = {}
     for one in origins(trainer, [one for one in everybodys if one is not None]):
@@ -45,8 +49,13 @@ def try_together(
             continue
         leader = next(rank for rank, other in enumerate(everybodys) if other is not None and other.key == one.key)
 
-        def run(leader: int = leader) -> list[Remedy]:
-            with ranks.led_by(leader, rerun if case is None else case.is_finite) as is_finite:
+        has_another = mine is not None and mine.key != one.key
+
+        def here(has_another: bool = has_another, **how: Any) -> bool:
+            return work(**how) or has_another
+
+        def run(leader: int = leader, here: Callable[..., bool] = here) -> list[Remedy]:
+            with ranks.led_by(leader, here) as is_finite:
                 if is_finite is None or case is None:
                     return []
                 return try_remedies(ranks, replace(case, is_finite=is_finite))

@@ -234,10 +234,12 @@ def _with_fp32(
             report = replace(report, largest_gradient=in_fp32.largest)
     report = replace(report, diagnosis=blamed.diagnosis, cause=cause_of(blamed.diagnosis))
     operation = blamed.diagnosis.operation
-    is_received = found.is_received or (operation is not None and operation.kind == "outside")
-    found = found._replace(
-        report=report, key=key_with_fp32(blamed.diagnosis, found.key), is_received=is_received
+    is_received = (
+        found.is_received
+        or (operation is not None and operation.kind == "outside")
+        or (isinstance(in_fp32, _StepInFp32) and in_fp32.may_be_of_others)
     )
+    found = found._replace(report=report, key=key_with_fp32(blamed.diagnosis, found.key), is_received=is_received)
     return _on_its_rank(found, bad_parameters), blamed
 
 
@@ -331,6 +333,7 @@ class _StepInFp32(NamedTuple):
     found: Diagnosis  # an intended mask is not a cause
     watch: OperationWatch
     largest: float | None  # the largest true gradient that has to fit into fp16
+    may_be_of_others: bool  # only gradients that are sums over the ranks were not finite
 
 
 def _run_in_fp32(
@@ -354,11 +357,14 @@ def _run_in_fp32(
                 step.batch, step.batch_idx, context=None, random_state=step.random_state, trace=trace, watch=watch
             )
             found = diagnose(trace, loss, step.batch)
-            if found.cause == "none" and nonfinite_gradients(_modules.plain_parameters(fp32_pass.module)):
+            is_added_up = found.cause == "none" and bool(
+                nonfinite_gradients(_modules.plain_parameters(fp32_pass.module))
+            )
+            if is_added_up:
                 found = Diagnosis("backward", where="parameter")
             sizes = magnitudes(trace.gradients_in_half(as_it_was.half_places))
             largest = max(sizes, key=lambda size: (math.isnan(size), size), default=None)
-            return _StepInFp32(found, watch, largest)
+            return _StepInFp32(found, watch, largest, is_added_up and is_sharded(trainer))
         finally:
             fp32_pass.forget_gradients()
             if fp32_pass is not replay:
