@@ -8,6 +8,7 @@ events.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -76,7 +77,6 @@ class OptimizerSteps:
         device: torch.device | None = None,
     ) -> None:
         self.log = log
-        self._running: _Step | None = None
         self.gradients = CommonScale(optimizers, log, all_reduce_max, device)
         self._use(scaler, skip_nonfinite, watch)
 
@@ -163,11 +163,11 @@ class OptimizerSteps:
         if not closure_runs_backward and (not state.always_calls_closure or _torch.has_step_hooks(optimizer)):
             self.gradients.unscale(state)
         step = _Step(self, state, closure, before_update, plan)
-        outer, self._running = self._running, step
+        outer, _here.running = _running(), step
         try:
             output = step.run(kwargs)
         finally:
-            self._running = outer
+            _here.running = outer
             if state.decides_on_device:
                 _torch.clear_amp_attributes(optimizer)
             state.note_closure_calls(step.calls, moved_first=step.moved_first)
@@ -187,8 +187,12 @@ class OptimizerSteps:
 
     @property
     def stepping(self) -> bool:
-        """Return whether an optimizer is inside :meth:`step`, but outside its closure, where others may step."""
-        return self._running is not None and not self._running.in_closure
+        """Return whether an optimizer is inside :meth:`step`, but outside its closure, where others may step.
+
+        It may be the step of another plugin, which checks the gradients of its own optimizers.
+        """
+        running = _running()
+        return running is not None and not running.in_closure
 
     def _record(self, state: GradientState, skip: Skip) -> StepResult:
         """Make the one record of a step. The end of the batch adds the next scale."""
@@ -247,6 +251,14 @@ class _SkipStep(BaseException):
     def __init__(self, step: _Step) -> None:
         super().__init__()
         self.step = step
+
+
+_here = threading.local()
+
+
+def _running() -> _Step | None:
+    """Return the innermost step that runs in this thread."""
+    return getattr(_here, "running", None)
 
 
 @final

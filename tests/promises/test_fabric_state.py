@@ -483,6 +483,17 @@ def test_the_same_model_can_be_set_up_again(new_optimizer: bool) -> None:
     assert plugin.num_steps == 24
 
 
+def test_a_plugin_does_not_watch_the_steps_of_another() -> None:
+    """Its hooks would stay on parameters that are none of its business, and cost two calls for each in a backward."""
+    first, second = FabricPlugins().fp16(), FabricPlugins().fp16()
+    Loop(first).run()
+    loop = Loop(second)
+    loop.run()
+    parameters = list(loop.model.module.parameters())
+    assert sum(len(p._post_accumulate_grad_hooks or ()) for p in parameters) == 1  # of its own plugin
+    assert first.num_steps == 8
+
+
 def test_nothing_is_left_of_a_plugin_that_is_gone() -> None:
     """Neither the model, nor torch's switch for compiled backwards; its hooks go when another plugin begins."""
     hooks = lambda: len(sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks)  # noqa: E731
