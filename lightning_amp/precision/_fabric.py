@@ -251,7 +251,7 @@ class FabricAmpPrecision(Precision):
 
     def _say_first_line(self, modules: FabricModules) -> None:
         """Log the first line after the first modules, and how many layers of later ones run in fp8."""
-        fp8, modules.about_fp8 = modules.about_fp8, []
+        fp8 = modules.news_of_fp8()
         if self._first_line is not None:
             say([self._first_line(fp8=fp8)])
             self._first_line = None

@@ -53,7 +53,6 @@ class FabricModules:
         modules: The user's modules, inside of Fabric's wrappers.
         skips: Whether steps may be skipped.
         fp8_layers: Each `nn.Linear` by its name: `None` if it runs in fp8, or the reason why not.
-        about_fp8: A summary for each module in fp8 that is new.
 
     """
 
@@ -70,7 +69,7 @@ class FabricModules:
         self.modules: list[nn.Module] = []
         self.device, self.skips = device, skips
         self.fp8_layers: dict[str, str | None] = {}
-        self.about_fp8: list[str] = []
+        self._news_of_fp8: list[str] = []
         self._choice = choice
         self._rules, self._buffer_rules, self._fp8_recipe = fp32_modules, restore_buffers, fp8_recipe
         self._fp32: list[Fp32Modules] = []
@@ -138,8 +137,13 @@ class FabricModules:
         if not self.fp8_layers:
             _fp8.warn_about(self._fp8_recipe)
         self.fp8_layers.update(layers)
-        self.about_fp8 += summaries
+        self._news_of_fp8 += summaries
         return chosen
+
+    def news_of_fp8(self) -> list[str]:
+        """Return a summary for each module in fp8 that was added since the last call."""
+        news, self._news_of_fp8 = self._news_of_fp8, []
+        return news
 
     # -- forward and backward ------------------------------------------------------------------------------------------
 

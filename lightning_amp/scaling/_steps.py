@@ -163,11 +163,11 @@ class OptimizerSteps:
         if not closure_runs_backward and (not state.always_calls_closure or _torch.has_step_hooks(optimizer)):
             self.gradients.unscale(state)
         step = _Step(self, state, closure, before_update, plan)
-        outer, _here.running = _running(), step
+        outer = _innermost.enter(step)
         try:
             output = step.run(kwargs)
         finally:
-            _here.running = outer
+            _innermost.enter(outer)
             if state.decides_on_device:
                 _torch.clear_amp_attributes(optimizer)
             state.note_closure_calls(step.calls, moved_first=step.moved_first)
@@ -191,8 +191,7 @@ class OptimizerSteps:
 
         It may be the step of another plugin, which checks the gradients of its own optimizers.
         """
-        running = _running()
-        return running is not None and not running.in_closure
+        return _innermost.step is not None and not _innermost.step.in_closure
 
     def _record(self, state: GradientState, skip: Skip) -> StepResult:
         """Make the one record of a step. The end of the batch adds the next scale."""
@@ -251,14 +250,6 @@ class _SkipStep(BaseException):
     def __init__(self, step: _Step) -> None:
         super().__init__()
         self.step = step
-
-
-_here = threading.local()
-
-
-def _running() -> _Step | None:
-    """Return the innermost step that runs in this thread."""
-    return getattr(_here, "running", None)
 
 
 @final
@@ -364,6 +355,21 @@ class _Step:
         if isinstance(optimizer, torch.optim.SGD) and _torch.momentum_is_uninitialised(optimizer):
             return True
         return self._plan.host_must_know
+
+
+@final
+class _Innermost(threading.local):
+    """The innermost step that runs in a thread."""
+
+    step: _Step | None = None
+
+    def enter(self, step: _Step | None) -> _Step | None:
+        """Return the step so far."""
+        before, self.step = self.step, step
+        return before
+
+
+_innermost = _Innermost()
 
 
 def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
