@@ -171,9 +171,7 @@ def test_the_record_of_an_earlier_failure_is_replaced(monkeypatch: pytest.Monkey
         return fn(replace(assignment, files=()))
 
     report = compare(Inline(change), dirpath=tmp_path)
-    collected, missing = Comparison(
-        Waves, Sea, ("fp32", "bf16"), trainer_kwargs=TRAINER, dirpath=tmp_path
-    ).collect()
+    collected, missing = Comparison(Waves, Sea, ("fp32", "bf16"), trainer_kwargs=TRAINER, dirpath=tmp_path).collect()
     assert missing == []
     assert "node7 is gone" in collected.arms["bf16"].errors[0]
     assert {label: arm.runs for label, arm in collected.arms.items()} == {
