@@ -176,8 +176,8 @@ def _outcome(task: PackedTask, folder: Path, log: Path, code: int) -> ArmRun:
         raise ValueError(
             "The process of an arm could not import `make_module`, `make_data` or `trainer_kwargs`:"
             f" {data[CANNOT_IMPORT].rstrip('.')}. They have to be at the top level of a file that Python finds from"
-            " here. Importing it must not fail or start a comparison: put the call of it, and no class or function,"
-            ' under `if __name__ == "__main__":`.'
+            " here. Importing it must not fail or start a comparison: put only that call under"
+            ' `if __name__ == "__main__":`.'
         )
     if isinstance(data, Mapping) and "run" in data:
         run = ArmRun.from_data(data["run"])

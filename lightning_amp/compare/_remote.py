@@ -81,8 +81,8 @@ class _Call:
 def call_of(assignment: Assignment) -> tuple[Callable[[bytes], Any], bytes]:
     """Return a function of the standard library, and the argument with which it trains the runs and returns the answer.
 
-    A worker without this package then raises `ModuleNotFoundError` in the call. A worker of Dask that cannot read a call
-    ends, and the caller would wait for ever.
+    A worker without this package then raises `ModuleNotFoundError` in the call. A worker of Dask that cannot read a
+    call ends, and the caller would wait for ever.
     """
     return pickle.loads, pickle.dumps(_Call(assignment))
 

@@ -61,8 +61,8 @@ class Store:
         if without_text:
             _messages.warn(
                 f"`compare_precisions` keeps finished runs in `{self._folder}`, but a second call runs them again: the"
-                f" arguments hold {named(without_text)}, whose text does not tell one from another. Make an object inside"
-                " of `make_module` or `make_data`; move a function or a class to the top level of a file."
+                f" arguments hold {named(without_text)}, whose text does not tell one from another. Make an object"
+                " inside of `make_module` or `make_data`; move a function or a class to the top level of a file."
             )
 
     @property
