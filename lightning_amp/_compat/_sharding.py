@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import final
 
+from lightning_amp._compat._fsdp1 import Fsdp1
+
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a `DTensor`, always the same object, and any other tensor unchanged.
@@ -243,175 +245,34 @@ def _in_half(group: Any) -> bool:
     return any(param.sharded_param.dtype in (torch.float16, torch.bfloat16) for param in group.fsdp_params)
 
 
-class NotNowError(RuntimeError):
-    """A second run is not possible at this time, but may be possible later. Remove with `Fsdp1`."""
-
-
-_GATHERED = ("_full_param_padded", "_full_prec_full_param_padded")
-"""Attributes of a flat parameter of FSDP1 that hold gathered values. Remove with `Fsdp1`."""
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same size and dtype whose memory is not allocated yet. Remove with `Fsdp1`."""
-    empty = torch.empty_like(tensor)
-    empty.untyped_storage().resize_(0)
-    return empty
-
-
-@final
-class Fsdp1:
-    """The same as :class:`Fsdp2` for the units of `FullyShardedDataParallel`.
-
-    Remove when FSDP1 is removed from torch.
-
-    Args:
-        root: The outermost unit.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        self._all: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
-        self._units = [(unit, unit._handle) for unit in self._all if unit._handle is not None]
-        self._saved: list[tuple[Any, str, Any]] = []
-        self._gathered: list[tuple[Any, Any]] = []
-
-    def _is_gathered(self, handle: Any) -> bool:
-        """Return whether the parameters of modules are views of what was gathered."""
-        flat = handle.flat_param
-        if not hasattr(flat, "_local_shard"):  # before the first forward
-            return False
-        return handle._skipped_use_sharded_views or flat.data_ptr() != flat._local_shard.data_ptr()
-
-    def reshard(self) -> None:
-        """Let the parameters of modules be views of this rank's shard."""
-        from torch.distributed.fsdp._runtime_utils import _reshard
-
-        for unit, handle in self._units:
-            if self._is_gathered(handle):
-                _reshard(unit, handle, handle.uses_sharded_strategy)
-
-    def set_aside(self) -> None:
-        """Reshard, and keep the state of the units until :meth:`put_back`.
-
-        Raises:
-            NotNowError: Within an accumulation, while FSDP1 keeps whole gradients.
-        """
-        for _, handle in self._units:
-            flat = handle.flat_param
-            if handle.uses_sharded_strategy and flat.grad is not None and flat.grad.shape != flat._local_shard.shape:
-                raise NotNowError("FSDP1 keeps the gradients of an accumulation in a form that cannot be set aside")
-        self._gathered = [(unit, handle) for unit, handle in self._units if self._is_gathered(handle)]
-        self.reshard()
-        for unit, handle in self._units:
-            self._replace(handle.flat_param, grad=None)
-            self._replace(handle, _post_forward_index=None, _needs_pre_backward_unshard=False)
-            self._replace(unit._exec_order_data, handles_post_forward_order=[])
-            # The outermost unit keeps what it gathered in a forward, until a backward. Like FSDP2, it does not gather
-            # again while it has this memory.
-            for name in _GATHERED:
-                if hasattr(handle.flat_param, name):
-                    self._replace(handle.flat_param, **{name: _without_memory(getattr(handle.flat_param, name))})
-
-    def _replace(self, owner: Any, **attributes: Any) -> None:
-        for name, value in attributes.items():
-            self._saved.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, value)
-
-    def put_back(self) -> None:
-        """Undo :meth:`set_aside`, also after a forward or a backward that raised an exception."""
-        from torch.distributed.fsdp._runtime_utils import _unshard
-
-        self.settle()
-        for owner, name, value in reversed(self._saved):
-            setattr(owner, name, value)
-        self._saved.clear()
-        for unit, handle in self._gathered:
-            _unshard(unit, handle, unit._unshard_stream, unit._pre_unshard_stream)
-        self._gathered = []
-
-    def settle(self) -> None:
-        """Bring the units to their state between two steps: resharded, and without anything under way."""
-        for unit, handle in self._units:
-            flat = handle.flat_param
-            if hasattr(flat, "_post_backward_hook_state"):
-                flat._post_backward_hook_state[-1].remove()
-                del flat._post_backward_hook_state
-            unit.training_state = type(unit.training_state).IDLE
-            handle._training_state = type(handle._training_state).IDLE
-            handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = handle._prefetched = False
-            if unit._is_root:
-                unit._post_backward_callback_queued = False
-        self.reshard()
-        for _, handle in self._units:
-            if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):
-                handle._free_unsharded_flat_param()
-
-    @property
-    def casts(self) -> bool:
-        """Return whether a unit gathers parameters, or reduces their gradients, in another dtype than their own."""
-        return any(h._uses_param_mixed_precision or h._uses_reduce_mixed_precision for _, h in self._units)
-
-    @contextmanager
-    def gathering_in_full(self) -> Generator[None]:
-        """Gather parameters, and reduce their gradients, in their own dtype: set each `MixedPrecision` aside.
-
-        Call it while the units are resharded.
-        """
-        from torch.distributed.fsdp import MixedPrecision
-        from torch.distributed.fsdp._runtime_utils import _lazy_init
-
-        for unit in self._all:
-            if unit._is_root is None:  # before the first forward, which allocates the memory to gather into
-                _lazy_init(unit, unit)
-        found: list[tuple[Any, str, Any]] = []
-
-        def replace(owner: Any, **attributes: Any) -> None:
-            for name, value in attributes.items():
-                found.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, value)
-
-        try:
-            for unit in self._all:
-                replace(unit, mixed_precision=MixedPrecision())
-            for _, handle in self._units:
-                own, flat = handle._orig_param_dtype, handle.flat_param
-                if handle._uses_param_mixed_precision and handle.uses_sharded_strategy:
-                    replace(flat, _full_param_padded=flat._full_prec_full_param_padded)
-                replace(handle, _fwd_bwd_param_dtype=own, _reduce_dtype=own)
-            yield
-        finally:
-            self.settle()
-            for owner, name, value in reversed(found):
-                setattr(owner, name, value)
-
-    def parts_in_use(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return nothing: :meth:`put_back` gathers from the shards."""
-        return ()
-
-    @property
-    def num_shards(self) -> int:
-        """Return over how many ranks a parameter is sharded; further ranks have replicas."""
-        unit, handle = self._units[0]
-        return unit.process_group.size() if handle.uses_sharded_strategy else 1
-
-
 def is_redirected(module: Any) -> bool:
     """Return whether the next call of a module's `forward` runs a step, as Lightning arranges for FSDP1.
 
-    Remove with `Fsdp1`.
+    Remove when FSDP1 is removed from torch.
     """
     return getattr(vars(module).get("forward"), "__qualname__", "").startswith("_ForwardRedirection")
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is a unit of FSDP1, which calls the module inside. Remove with `Fsdp1`."""
+    """Return whether a module is a unit of FSDP1, which calls the module inside.
+
+    Remove when FSDP1 is removed from torch.
+    """
     return type(module).__name__ == "FullyShardedDataParallel"
 
 
 def units_of(model: nn.Module) -> Fsdp1 | Fsdp2:
-    """Return the units of a strategy's model. Remove with `Fsdp1`."""
+    """Return the units of a strategy's model. Remove when FSDP1 is removed from torch."""
     return Fsdp1(model) if any(map(is_wrapper, model.modules())) else Fsdp2(model)
+
+
+def shards_of_gathered(module: nn.Module) -> dict[int, Tensor]:
+    """Return the shards of the parameters that FSDP2 has gathered, by the `id` of the gathered ones.
+
+    Remove with `Fsdp2`.
+    """
+    params = Fsdp2(module)._params
+    return {id(p._unsharded_param): p.sharded_param for p in params if hasattr(p, "_unsharded_param")}
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -436,7 +297,7 @@ def shard_of(tensor: Tensor) -> str:
 
 
 def is_sharded_module(module: nn.Module) -> bool:
-    """Return whether any part of a module is sharded. Remove with `Fsdp1`."""
+    """Return whether any part of a module is sharded. Remove when FSDP1 is removed from torch."""
     is_unit = any(_is_fsdp2(part) or is_wrapper(part) for part in module.modules())
     return is_unit or any(map(is_sharded, module.parameters()))
 
@@ -446,7 +307,7 @@ def counts_here(tensor: Tensor, model: nn.Module) -> bool:
 
     A shard counts on each rank, its replicas only on the first. A parameter that is sharded on a part of the mesh has
     replicas on the parts beside it. A plain parameter of a sharded `model`, which each rank has whole, counts on the
-    first one. Remove with `Fsdp1`.
+    first one. Remove when FSDP1 is removed from torch.
     """
     if not is_sharded(tensor):
         units = units_of(model)

@@ -17,5 +17,11 @@ def bad_shards(trainer: Trainer, module: LightningModule) -> dict[str, tuple[int
     if not is_sharded(trainer):
         return None
     parameters = {n: p for n, p in _modules.plain_parameters(module).items() if p.is_floating_point()}
-    bad = {n: (trainer.global_rank, _sharding.shard_of(p)) for n, p in parameters.items() if count_nonfinite(p)}
-    return {name: where for rank in reversed(gather(trainer, bad)) for name, where in rank.items()}
+    shards = _sharding.shards_of_gathered(module)
+    mine: tuple[dict[str, tuple[int, str]], ...] = ({}, {})  # of gathered parameters, which code may edit; of shards
+    for name, parameter in parameters.items():
+        for bad, values in zip(mine, (parameter, shards.get(id(parameter), parameter)), strict=True):
+            if count_nonfinite(values):
+                bad[name] = trainer.global_rank, _sharding.shard_of(values)
+    everybodys = list(reversed(gather(trainer, mine)))
+    return {name: where for kind in (0, 1) for rank in everybodys for name, where in rank[kind].items()}

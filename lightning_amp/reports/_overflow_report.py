@@ -158,7 +158,7 @@ class OverflowReport:
             lines.append(f"  non-finite gradients: {named(self.parameters)}")
         if self.note:
             lines.append(f"  note: {self.note}")
-        if self.is_repeated:
+        if self.is_repeated and self.cause != "not reproduced":
             lines.append("  an earlier report of this cause has the advice")
         elif _was_replayed(self):
             lines.append(f"  try: {_cure(self)}")

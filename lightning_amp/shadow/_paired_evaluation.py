@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from typing_extensions import final
 
-from lightning_amp._compat import _lightning, _modules, _sharding
+from lightning_amp._compat import _fsdp1, _lightning, _modules, _sharding
 from lightning_amp.findings import ModuleRow
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage, follow_ddp_buffers
 from lightning_amp.shadow._failures import Failure
@@ -224,7 +224,7 @@ class PairedEvaluation:
             self._failed = True
             place = f"the fp32 pass of epoch {self._trainer.current_epoch}"
             failure = Failure.of(error, f"the module's {self._stage}", place)
-            passes = isinstance(error, (OtherRankFailedError, _sharding.NotNowError))
+            passes = isinstance(error, (OtherRankFailedError, _fsdp1.NotNowError))
             self._fatal = not (failure.out_of_memory or passes)
             if isinstance(error, OtherRankFailedError):
                 return

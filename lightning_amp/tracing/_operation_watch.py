@@ -263,8 +263,10 @@ class OperationWatch(TorchFunctionMode):
             if node is not None and node not in self._nodes:
                 own = isinstance(node, BackwardCFunction)
                 name = node.name().removesuffix("Backward").removesuffix("Backward0")
-                call = OperationCall(Key(name, place, -1), self._number, None, FUNCTION if own else name)
-                call.is_collective = _collectives.is_function_of_torch(node)
+                call = OperationCall(
+                    Key(name, place, -1), self._number, None, FUNCTION if own else name,
+                    is_collective=_collectives.is_function_of_torch(node),
+                )  # fmt: skip
                 self._claim(node, call)
 
     def _claim(self, node: Any, call: OperationCall) -> None:

@@ -93,6 +93,7 @@ def test_a_repeated_cause_refers_to_the_report_that_has_the_advice() -> None:
     text = str(report("backward", is_repeated=True))
     assert "try:" not in text
     assert text.endswith("an earlier report of this cause has the advice")
+    assert "earlier report" not in str(report("not reproduced", is_repeated=True))
 
 
 def test_in_one_line() -> None:
