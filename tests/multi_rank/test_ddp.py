@@ -125,11 +125,14 @@ def test_a_bad_loss_on_one_rank_is_reported_to_all(ranks: list[dict[str, Any]]) 
 
 
 def test_the_search_runs_as_many_passes_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
-    """A rank that runs fewer passes leaves the others waiting in `self.all_gather`."""
+    """A rank that runs fewer passes leaves the others waiting in `self.all_gather`.
+
+    Infinite gradients of rank 1 also arrive at rank 0, in the backward of `self.all_gather`. Only rank 1 is named.
+    """
     one, other = (rank["overflow_reports_of_a_step_with_collectives"]["reports"] for rank in ranks)
     assert one == other
     assert one[0] == (0, 1, "loss", 0)
-    assert [(step, rank, batch) for step, rank, _, batch in one[1:]] == [(2, 0, 5), (2, 1, 5)]
+    assert [(step, rank, batch) for step, rank, _, batch in one[1:]] == [(2, 1, 5)]
 
 
 def test_a_stuck_run_stops_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
