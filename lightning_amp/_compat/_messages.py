@@ -12,6 +12,9 @@ OUT_OF_MEMORY = re.compile(
 FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 """Matches a frame in a printed traceback: file, line, function. Remove when child processes send exceptions as data."""
 
+SHARDING = re.compile(r"device_mesh|fully_shard|parallelize_module|FullyShardedDataParallel|FSDP")
+"""Matches code that shards a module, or a traceback through it. Remove when Lightning says that a mesh is missing."""
+
 
 def is_unknown_option(message: str) -> bool:
     """Return whether argparse or jsonargparse refuses an option. Remove when they raise a specific exception for it."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 import shutil
 import signal
 import tempfile
+import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules, _sharding
+from lightning_amp._compat._messages import SHARDING
 from lightning_amp.shadow._failures import in_one_line
 from lightning_amp.shadow._rebinding import rebind_closures
 from lightning_amp.shadow._surroundings import accelerator_for
@@ -122,11 +123,13 @@ def require_unsharded(make_module: Callable[[], LightningModule], asked: str) ->
             return
         if not _are_apart(made, _made(make_module, "make_module", LightningModule)):
             return
-        code = inspect.getsource(type(made).configure_model)
         try:
             made.configure_model()
         except Exception as error:
-            if not re.search("device_mesh|fully_shard|parallelize_module|FullyShardedDataParallel|FSDP", code):
+            code = "".join(traceback.format_exception(error))
+            with suppress(OSError):  # a class without a file
+                code += inspect.getsource(type(made).configure_model)
+            if not SHARDING.search(code):
                 return  # the hook may need a Trainer, which the fit attaches
             reason = f" ({in_one_line(error)})"
         else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import final
 
-from lightning_amp._compat._messages import FRAME, OUT_OF_MEMORY
+from lightning_amp._compat._messages import FRAME, OUT_OF_MEMORY, SHARDING
 from lightning_amp._user_line import is_own_project
 from lightning_amp.compare import ArmRun, ArmSpec, Task, run_in_process, run_on, short_trainer
 from lightning_amp.tune.batch_size._batch_size_attribute import FactoryWithBatchSize
@@ -80,11 +80,17 @@ def measurement(run: ArmRun, facts: Facts, size: int) -> Measurement:
 
 
 def failure(run: ArmRun) -> str:
-    """Write the error that ended a run, with the user's own line that raised it."""
+    """Write the error that ended a run, with the user's own line that raised it, and what a sharded module lacks."""
     text = " ".join((run.error or "").split()).rstrip(".")
     frames = FRAME.findall(run.log)
     own = [frame for frame in frames if is_own_project(frame[0])]
     if not own:
         return text
     file, line, function = own[-1]
-    return f"{text} ({file}, line {line}, in {function})"
+    text = f"{text} ({file}, line {line}, in {function})"
+    if any(frame[2] == "configure_model" for frame in own) and SHARDING.search(run.log):
+        text += (
+            ". A single device cannot shard the module: pass your strategy in `trainer_kwargs`, or begin"
+            " `configure_model` with `if self.device_mesh is None: return`"
+        )
+    return text

@@ -285,9 +285,18 @@ class NeedsATrainer(Sharding):
         self.net = torch.nn.Linear(self.trainer.max_epochs, 2)
 
 
-def test_a_module_that_shards_is_refused_with_the_line_that_helps() -> None:
+class ShardsElsewhere(Sharding):
+    def configure_model(self) -> None:
+        self.split()
+
+    def split(self) -> None:
+        super().configure_model()
+
+
+@pytest.mark.parametrize("module", [Sharding, ShardsElsewhere])
+def test_a_module_that_shards_is_refused_with_the_line_that_helps(module: type[LightningModule]) -> None:
     with pytest.raises(ValueError, match="`doctor` runs the module on one device") as caught:
-        require_unsharded(Sharding, "doctor")
+        require_unsharded(module, "doctor")
     assert "`if self.device_mesh is None: return`" in str(caught.value)
 
 

@@ -109,3 +109,10 @@ def test_an_error_names_the_last_line_of_the_user() -> None:
 
 def test_an_error_that_is_not_from_the_users_file() -> None:
     assert failure(ArmRun("x", 0, error="its process was killed", log="")) == "its process was killed"
+
+
+def test_a_module_that_a_single_device_cannot_shard_is_told_from_other_failures() -> None:
+    frame = '  File "/home/me/models.py", line 14, in configure_model\n    {}\nTypeError: ...\n'
+    sharding, other = (frame.format(line) for line in ("fully_shard(net, mesh=self.device_mesh['a'])", "self.net[0]"))
+    assert "pass your strategy in `trainer_kwargs`" in failure(ArmRun("x", 0, error="TypeError: ...", log=sharding))
+    assert "strategy" not in failure(ArmRun("x", 0, error="TypeError: ...", log=other))
