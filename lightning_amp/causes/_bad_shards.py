@@ -20,7 +20,8 @@ def bad_shards(trainer: Trainer, module: LightningModule) -> dict[str, tuple[int
     shards = _sharding.shards_of_gathered(module)
     mine: tuple[dict[str, tuple[int, str]], ...] = ({}, {})  # of gathered parameters, which code may edit; of shards
     for name, parameter in parameters.items():
-        for bad, values in zip(mine, (parameter, shards.get(id(parameter), parameter)), strict=True):
+        shard = shards.get(id(parameter))
+        for bad, values in zip(mine, (parameter, parameter if shard is None else shard), strict=True):
             if count_nonfinite(values):
                 bad[name] = trainer.global_rank, _sharding.shard_of(values)
     everybodys = list(reversed(gather(trainer, mine)))
