@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 
 from lightning_amp._compat import _modules, _sharding
 from lightning_amp.numerics import count_nonfinite
@@ -20,7 +21,8 @@ def bad_shards(trainer: Trainer, module: LightningModule) -> dict[str, tuple[int
     shards = _sharding.shards_of_gathered(module)
     mine: tuple[dict[str, tuple[int, str]], ...] = ({}, {})  # of gathered parameters, which code may edit; of shards
     for name, parameter in parameters.items():
-        for bad, values in zip(mine, (parameter, shards.get(id(parameter), parameter)), strict=True):
+        forms: tuple[Tensor, Tensor] = parameter, shards.get(id(parameter), parameter)
+        for bad, values in zip(mine, forms, strict=True):
             if count_nonfinite(values):
                 bad[name] = trainer.global_rank, _sharding.shard_of(values)
     everybodys = list(reversed(gather(trainer, mine)))

@@ -105,7 +105,10 @@ def test_a_function_that_makes_the_loss_is_named() -> None:
     fit(MadeLast, fp16(), callbacks=[locator])
     (found,) = locator.reports
     assert found.diagnosis.operation is not None
-    assert (found.diagnosis.operation.name, found.diagnosis.operation.code) == ("Infinite", "return gradient * torch.inf")
+    assert (found.diagnosis.operation.name, found.diagnosis.operation.code) == (
+        "Infinite",
+        "return gradient * torch.inf",
+    )
 
 
 def test_a_healthy_run_has_no_report() -> None:
