@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 
 from lightning_amp._compat import _modules, _sharding
 from lightning_amp.numerics import count_nonfinite
@@ -21,8 +20,8 @@ def bad_shards(trainer: Trainer, module: LightningModule) -> dict[str, tuple[int
     shards = _sharding.shards_of_gathered(module)
     mine: tuple[dict[str, tuple[int, str]], ...] = ({}, {})  # of gathered parameters, which code may edit; of shards
     for name, parameter in parameters.items():
-        forms: tuple[Tensor, Tensor] = parameter, shards.get(id(parameter), parameter)
-        for bad, values in zip(mine, forms, strict=True):
+        shard = shards[id(parameter)] if id(parameter) in shards else parameter
+        for bad, values in zip(mine, (parameter, shard), strict=True):
             if count_nonfinite(values):
                 bad[name] = trainer.global_rank, _sharding.shard_of(values)
     everybodys = list(reversed(gather(trainer, mine)))
