@@ -131,7 +131,7 @@ class OperationCall:
         self.shape = shape_of(outputs[0])
         self.largest_output = largest_of(outputs)
         self.takes_nonfinite = self.is_collective or not all(map(is_finite, inputs))
-        self.largest_input = largest_of(inputs)
+        self.largest_input = None if self.is_collective else largest_of(inputs)  # may be overwritten by the result
         self.facts = facts_of(self.known_as, args, kwargs)
 
     def came_from(self, calls: Iterable[OperationCall | None]) -> None:
