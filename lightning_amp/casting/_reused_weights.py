@@ -3,7 +3,7 @@
 Autocast's own cache makes the copy one node of the graph. The gradients of all uses are then summed in half precision,
 which is wrong by several per cent over 512 uses. A weight that is edited between two forwards is stale. Without the
 cache each use casts the weight again and keeps its own copy. Here all uses share the copy, and each has a node of its
-own. So sums are bit for bit as with a cast per use.
+own. The summed gradients are bit-identical to those of one cast per use.
 """
 
 from __future__ import annotations

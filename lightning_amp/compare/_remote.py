@@ -1,7 +1,7 @@
 """Train runs where an executor sends them: on another device, in another process, or on another machine.
 
-Only an `Assignment` for the function :func:`train` travels. The file imports neither Lightning nor the user's modules,
-so a worker that only starts the process of a run begins soon.
+The executor sends only an `Assignment`, the argument of :func:`train`. This file imports neither Lightning nor the
+user's modules, so a worker starts the process of a run quickly.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ class ScaledSteps:
                 steps.gradients.end_backward()
 
     def _carry_unknown(self, scale: Tensor) -> None:
-        """Bring gradients that no known optimizer has to the scale [] of the next backward."""
+        """Multiply gradients whose optimizer is not known yet, so that they carry the next backward's `scale` []."""
         before, self._latest_scale = self._latest_scale, scale
         if before is None or before is scale:
             return
