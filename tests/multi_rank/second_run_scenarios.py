@@ -184,19 +184,12 @@ EVERYWHERE = (
     "Branched",
 )  # fmt: skip
 for one in EVERYWHERE:
-    pair(f"{one}-fsdp2-fp16-troubled")
-    pair(f"{one}-fsdp2-bf16")
-for one in ("Tied", "Manual", "Normed", "Keeper", "Adapted"):
-    pair(f"{one}-fsdp1-fp16-troubled")
-for one in ("Tied", "Manual", "Normed", "Keeper", "Teacher", "Adapted"):
-    pair(f"{one}-ddp-fp16-troubled")
+    for layout in ("fsdp2", "fsdp1", "tp", "ddp"):
+        pair(f"{one}-{layout}-fp16-troubled")
+        pair(f"{one}-{layout}-bf16")
 for one in ("Tied", "Manual", "Keeper", "Routed", "Teacher", "Adapted"):
     pair(f"{one}-policy-bf16")
-    pair(f"{one}-tp-fp16-troubled")
     pair(f"{one}-offload-bf16")
-for one in ("Tied", "Keeper", "Manual", "Normed"):
-    pair(f"{one}-tp-bf16")
-    pair(f"{one}-fsdp1-bf16")
 for one in ("Tied-fsdp2-fp16", "Keeper-tp-fp16", "Normed-fsdp1-fp16"):
     pair(one)
 for one in (
