@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from typing_extensions import final
@@ -15,6 +16,8 @@ from lightning_amp.measure import FORWARD
 
 Kind = Literal["explicit", "weight again", "weight", "activation"]
 
+_SLOWEST = 3.0
+"""A cast counts as at most this multiple of a usual cast: on a busy machine, one call may take far longer."""
 _MOST = 8
 """Number of places to keep for each kind of cast."""
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
@@ -32,6 +35,7 @@ class CastSite:
             `"weight"` (autocast's own cast) or `"activation"` (autocast's own cast).
         where: A line of code with its file, or a module.
         num_bytes: Bytes that all of these casts write in a step.
+        seconds: Their time, without the part that a busy machine has added to single calls.
 
     """
 
@@ -46,12 +50,18 @@ def cast_sites(step: Step) -> tuple[CastSite, ...]:
     """Return the casts by place, the slowest place first."""
     cast_before: set[int] = set()
     sites: dict[tuple[Kind, str], list[Operation]] = {}
-    for operation in step.recorded.of_the_module:
-        if operation.cast_bytes:
-            sites.setdefault(_site(operation, cast_before), []).append(operation)
-            cast_before.add(operation.cast_of)
+    casts = [operation for operation in step.recorded.of_the_module if operation.cast_bytes]
+    for cast in casts:
+        sites.setdefault(_site(cast, cast_before), []).append(cast)
+        cast_before.add(cast.cast_of)
+    per_call = median(cast.seconds for cast in casts) if casts else 0.0
+    per_byte = median(cast.seconds / cast.cast_bytes for cast in casts) if casts else 0.0
+
+    def seconds(cast: Operation) -> float:
+        return min(cast.seconds, _SLOWEST * max(per_call, per_byte * cast.cast_bytes))
+
     found = [
-        CastSite(kind, where, len(own), sum(o.cast_bytes for o in own), sum(o.seconds for o in own))
+        CastSite(kind, where, len(own), sum(o.cast_bytes for o in own), sum(map(seconds, own)))
         for (kind, where), own in sites.items()
     ]
     found.sort(key=lambda site: (-site.seconds, site.kind, site.where))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,3 +69,11 @@ def test_casts_beyond_autocasts_own(kind: str, seconds: float, count: int, sever
 def test_autocasts_own_casts_are_none() -> None:
     weights = [cast(0.0005, 2**20, cast_of=pointer) for pointer in range(1, 101)]
     assert not said(step(*weights, cast(part=BACKWARD, seconds=0.0)))
+
+
+def test_one_slow_call_on_a_busy_machine_is_no_warning() -> None:
+    """Of ten casts of the same size, the one in user code happened to take a hundred times as long."""
+    usual = [cast(0.0001, 4096, cast_of=i + 1) for i in range(9)]
+    (slow,) = casts("explicit", 1, 0.01)
+    (found,) = (site for site in cast_sites(step(*usual, replace(slow, cast_bytes=4096))) if site.kind == "explicit")
+    assert found.seconds == pytest.approx(0.0003)
