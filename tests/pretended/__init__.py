@@ -42,6 +42,7 @@ MISSING = {
 }
 """Features of a real GPU that no pretended device has."""
 MISSING_OF_ANOTHER_TYPE = {
+    "accelerate": "a device that Accelerate finds",
     "parameters that stay": "`module.to(device)` that keeps its parameters, as for CUDA, MPS and XPU",
     "reused casts": "casts of weights that are used again; the package does that on the CPU and on CUDA",
     "whole autocast": "an autocast that knows all operations of CUDA's, and that torch's own modules ask about",

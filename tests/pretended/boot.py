@@ -392,6 +392,29 @@ def _tell_lightning(name: str) -> None:
         registry.register(name, PretendedAccelerator, description="pretended")
     choose_one_device(_AcceleratorConnector, SingleDeviceStrategy)
     choose_one_device(_Connector, FabricStrategy)
+    if name != "cuda":
+        _keep_parameters_in_fabric()
+
+
+def _keep_parameters_in_fabric() -> None:
+    """Let `Fabric.setup` keep the parameters that it moves, which the optimizer holds.
+
+    Torch replaces parameters that move to another type of device, and Fabric tells the optimizer only on TPUs.
+    """
+    from lightning.fabric import Fabric
+
+    move: Any = Fabric._move_model_to_device
+
+    def move_model_to_device(fabric: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        moves = any(parameter.device != fabric.device for parameter in model.parameters())
+        torch.__future__.set_swap_module_params_on_conversion(moves)
+        try:
+            return move(fabric, model, *args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+
+    Fabric._move_model_to_device = move_model_to_device  # type: ignore[method-assign]
 
 
 core: Any = None

@@ -529,6 +529,7 @@ def test_a_plain_loop_after_fabric(optimizer: str) -> None:
 
 
 @both_ways
+@pytest.mark.needs("parameters that stay")
 @pytest.mark.parametrize("optimizer", CASES)
 def test_lazy_modules(optimizer: str) -> None:
     """The first forward, after `fabric.setup`, gives the weights a shape. BatchNorm needs one before."""

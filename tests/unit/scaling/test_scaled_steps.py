@@ -353,6 +353,7 @@ def accelerated(scaled: bool, optimizer: Any, mixed: bool = False, trouble: Any 
 
 
 @both_ways
+@pytest.mark.needs("accelerate")
 @pytest.mark.parametrize("optimizer", CASES)
 def test_beside_accelerate(optimizer: str) -> None:
     make = OPTIMIZERS[optimizer]
