@@ -217,6 +217,14 @@ def test_runs_on_several_devices_at_once(
     assert compared.calls[0]["executor"] == {"num": 3, "per_run": per_run}
 
 
+def test_runs_on_the_devices_of_this_machine(
+    accelerator: str, command: Any, compared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lightning_amp.compare, "LocalDevices", dict)
+    command(*BOTH, "--trainer.devices", "2", "--trainer.strategy", "ddp", "--devices-at-once", "3")
+    assert compared.calls[0]["executor"] == {"num": 3, "per_run": 1 if accelerator == "cpu" else 2}
+
+
 @pytest.mark.parametrize(("option", "value"), [("as-run", "as run"), ("alone", "alone"), ("no", False)])
 def test_how_speed_is_measured(option: str, value: Any, command: Any, compared: Any) -> None:
     assert command(*BOTH, "--measure-speed", option)[0] == 0
