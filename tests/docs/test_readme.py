@@ -7,16 +7,15 @@ that can be imported, `<!-- not run: needs apex -->` nowhere. Both are compiled 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
+from support.accelerate_state import own_accelerate
 from support.fp8 import needs_torchao
 from zoo.compared import here
 
@@ -111,7 +110,7 @@ def marks_of(document: Path) -> list[pytest.MarkDecorator]:
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_blocks_run(document: Path) -> None:
-    with mock.patch.dict(os.environ):  # Accelerate leaves its settings there
+    with own_accelerate():
         run_blocks(document)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import DEVICE, FEATURES, assert_same
+from support.accelerate_state import own_accelerate
 from support.fabric import CASES, Infinite, batches, net, optimizer_tensors, slow, without
 from support.promises import OPTIMIZERS, fused_adamw, plain_adamw, plain_sgd
 from torch import Tensor, nn
@@ -357,7 +358,8 @@ def accelerated(scaled: bool, optimizer: Any, mixed: bool = False, trouble: Any 
 @pytest.mark.parametrize("optimizer", CASES)
 def test_beside_accelerate(optimizer: str) -> None:
     make = OPTIMIZERS[optimizer]
-    assert_same(accelerated(True, make, trouble=BAD), accelerated(False, make, data=without(BAD)))
+    with own_accelerate():
+        assert_same(accelerated(True, make, trouble=BAD), accelerated(False, make, data=without(BAD)))
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
