@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import final
 
+from lightning_amp._compat._attributes import Replaced
+
 
 class NotNowError(RuntimeError):
     """A second run is not possible at this time, but may be possible later. Remove with `Fsdp1`."""
@@ -41,7 +43,7 @@ class Fsdp1:
 
         self._all: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
         self._units = [(unit, unit._handle) for unit in self._all if unit._handle is not None]
-        self._saved: list[tuple[Any, str, Any]] = []
+        self._aside = Replaced()
         self._gathered: list[tuple[Any, Any]] = []
 
     def _is_gathered(self, handle: Any) -> bool:
@@ -72,28 +74,21 @@ class Fsdp1:
         self._gathered = [(unit, handle) for unit, handle in self._units if self._is_gathered(handle)]
         self.reshard()
         for unit, handle in self._units:
-            self._replace(handle.flat_param, grad=None)
-            self._replace(handle, _post_forward_index=None, _needs_pre_backward_unshard=False)
-            self._replace(unit._exec_order_data, handles_post_forward_order=[])
+            self._aside.replace(handle.flat_param, grad=None)
+            self._aside.replace(handle, _post_forward_index=None, _needs_pre_backward_unshard=False)
+            self._aside.replace(unit._exec_order_data, handles_post_forward_order=[])
             # The outermost unit keeps what it gathered in a forward, until a backward. Like FSDP2, it does not gather
             # again while it has this memory.
             for name in _GATHERED:
                 if hasattr(handle.flat_param, name):
-                    self._replace(handle.flat_param, **{name: _without_memory(getattr(handle.flat_param, name))})
-
-    def _replace(self, owner: Any, **attributes: Any) -> None:
-        for name, value in attributes.items():
-            self._saved.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, value)
+                    self._aside.replace(handle.flat_param, **{name: _without_memory(getattr(handle.flat_param, name))})
 
     def put_back(self) -> None:
         """Undo :meth:`set_aside`, also after a forward or a backward that raised an exception."""
         from torch.distributed.fsdp._runtime_utils import _unshard
 
         self.settle()
-        for owner, name, value in reversed(self._saved):
-            setattr(owner, name, value)
-        self._saved.clear()
+        self._aside.restore()
         for unit, handle in self._gathered:
             _unshard(unit, handle, unit._unshard_stream, unit._pre_unshard_stream)
         self._gathered = []
@@ -132,26 +127,19 @@ class Fsdp1:
         for unit in self._all:
             if unit._is_root is None:  # before the first forward, which allocates the memory to gather into
                 _lazy_init(unit, unit)
-        found: list[tuple[Any, str, Any]] = []
-
-        def replace(owner: Any, **attributes: Any) -> None:
-            for name, value in attributes.items():
-                found.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, value)
-
+        in_half = Replaced()
         try:
             for unit in self._all:
-                replace(unit, mixed_precision=MixedPrecision())
+                in_half.replace(unit, mixed_precision=MixedPrecision())
             for _, handle in self._units:
                 own, flat = handle._orig_param_dtype, handle.flat_param
                 if handle._uses_param_mixed_precision and handle.uses_sharded_strategy:
-                    replace(flat, _full_param_padded=flat._full_prec_full_param_padded)
-                replace(handle, _fwd_bwd_param_dtype=own, _reduce_dtype=own)
+                    in_half.replace(flat, _full_param_padded=flat._full_prec_full_param_padded)
+                in_half.replace(handle, _fwd_bwd_param_dtype=own, _reduce_dtype=own)
             yield
         finally:
             self.settle()
-            for owner, name, value in reversed(found):
-                setattr(owner, name, value)
+            in_half.restore()
 
     def parts_in_use(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Return nothing: :meth:`put_back` gathers from the shards."""

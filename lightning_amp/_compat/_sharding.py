@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import final
 
+from lightning_amp._compat._attributes import Replaced
 from lightning_amp._compat._fsdp1 import Fsdp1
 
 
@@ -65,7 +66,7 @@ class Fsdp2:
         self._states: list[Any] = list(dict.fromkeys(unit._get_fsdp_state() for unit in self._units))
         self._groups: list[Any] = [group for state in self._states for group in _param_groups(state)]
         self._params: list[Any] = [param for group in self._groups for param in group.fsdp_params]
-        self._saved: list[tuple[Any, str, Any]] = []
+        self._aside = Replaced()
         self._gathered: list[Any] = []
         self._whole: list[_Whole] = []
 
@@ -87,29 +88,21 @@ class Fsdp2:
         self._whole = [_Whole(param) for group in self._gathered for param in group.fsdp_params]
         self.reshard()
         for comm in {id(group.comm_ctx): group.comm_ctx for group in self._groups}.values():
-            self._replace(comm, post_forward_order=[])
+            self._aside.replace_existing(comm, post_forward_order=[])
         for roots in {id(state._state_ctx): state._state_ctx for state in self._states}.values():
-            self._replace(roots, is_last_backward=True)
+            self._aside.replace_existing(roots, is_last_backward=True)
         for group in self._groups:
-            self._replace(group, _post_forward_indices=[], reduce_grads=True, all_reduce_grads=True)
-            self._replace(group, reshard_after_backward=True, _partial_reduce_output=None)
+            self._aside.replace_existing(group, _post_forward_indices=[], reduce_grads=True, all_reduce_grads=True)
+            self._aside.replace_existing(group, reshard_after_backward=True, _partial_reduce_output=None)
         for param in self._params:
-            self._replace(param, unsharded_accumulated_grad=None)
+            self._aside.replace_existing(param, unsharded_accumulated_grad=None)
             if hasattr(param, "_unsharded_param"):
-                self._replace(param._unsharded_param, grad=None)
-
-    def _replace(self, owner: Any, **attributes: Any) -> None:
-        for name, value in attributes.items():
-            if hasattr(owner, name):
-                self._saved.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, value)
+                self._aside.replace_existing(param._unsharded_param, grad=None)
 
     def put_back(self) -> None:
         """Undo :meth:`set_aside`, also after a forward or a backward that raised an exception."""
         self.settle()
-        for owner, name, value in reversed(self._saved):
-            setattr(owner, name, value)
-        self._saved.clear()
+        self._aside.restore()
         for one in self._whole:
             one.put_back()
         for group in self._gathered:  # a hook that reads a parameter after the forward expects it gathered

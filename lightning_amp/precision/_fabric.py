@@ -304,9 +304,11 @@ class FabricAmpPrecision(Precision):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        say(self._steps.load(state_dict, type(self).__name__))
-        if self._set_up is None and self._choice is None:  # "auto" chooses the precision at the first forward
-            self._loaded = state_dict
+        sentences = self._steps.load(state_dict, type(self).__name__)
+        if self._set_up is None and self._choice is None:
+            self._loaded = state_dict  # "auto" chooses the precision at the first forward, and loads it again
+        else:
+            say(sentences)
 
     @override
     def teardown(self) -> None:

@@ -71,7 +71,7 @@ def first_line(
 
     `fp8` has a summary for each module with layers in fp8.
     """
-    parts = [*fp8, _precision_on(choice, device_type, why, resumed)]
+    parts = [*fp8, _precision_on(choice, device_type, why, resumed=False)]  # `why` knows the checkpoint
     if scaler is not None:
         parts.append(_scale(scaler, resumed))
     return f"lightning_amp: {', '.join(parts)}; non-finite steps are {'skipped' if skips else 'taken'}."

@@ -118,10 +118,9 @@ def describe_healthy(rows: Sequence[GradientRow], largest: float, scale: float |
         return f"{text}. The gradient of `{least.name}` is furthest from fp32, with {least.sqnr_db:.1f} dB."
     fits = f"At the loss scale {exact(last.scale)} the gradients fit into fp16"
     if last.scale == scale:
-        return f"{fits}, and the largest one has 2 bits of room or more."
-    return (
-        f"{fits}. `DynamicLossScaler(init_scale=2.0**{int(math.log2(scale))})` leaves the largest one 2 bits of room."
-    )
+        return f"{fits}, and the largest one has at least 2 bits of room."
+    start = f"`DynamicLossScaler(init_scale=2.0**{int(math.log2(scale))})`"
+    return f"{fits}. {start} leaves the largest one at least 2 bits of room."
 
 
 def _fp8(parts: Sequence[GradientRow], last: GradientRow) -> str:

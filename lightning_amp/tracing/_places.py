@@ -20,7 +20,7 @@ _ASKING = {f"{_ROOMS}/tracing/_operation_watch.py", __file__}
 _OPTIMIZERS = str(Path(str(torch.optim.__file__)).parent)
 _LAYERS = str(Path(str(nn.__file__)).parent)
 _GATHERING = str(Path(str(torch.__file__)).parent / "distributed" / "fsdp")
-_LOGGING = "/trainer/connectors/logger_connector/"
+_LOGGING = str(Path("trainer") / "connectors" / "logger_connector")
 _MODES = {"__torch_function__", "__torch_dispatch__"}
 _CALLING = nn.Module.__call__.__code__.co_filename
 """The file of our wrappers around each forward. Its code does not belong to the module."""

@@ -134,7 +134,7 @@ class Entropy(Faulty):
 
 
 class Contrast(Faulty):
-    """A rank computes its loss with the rows of all ranks, too. These are not finite if those of one rank are not.
+    """Each rank computes its loss with the rows of all ranks. Bad rows of one rank make the losses of all bad.
 
     A Function that takes part in a step also sends gradients of all ranks to each rank.
     """

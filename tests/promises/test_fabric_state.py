@@ -442,6 +442,19 @@ def test_a_checkpoint_is_complete_before_the_first_forward(precision: str) -> No
         FabricAmpPrecision(precision).load_state_dict({**plugin.state_dict(), "num_steps": -1})
 
 
+def test_a_checkpoint_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """With `"auto"`, a checkpoint is loaded again when the precision is known."""
+    caplog.set_level("INFO")
+    plugin = FabricPlugins().fp16(growth_interval=10)
+    Loop(plugin).run()
+    resumed = FabricAmpPrecision("auto", scaler=DynamicLossScaler(2.0**10, growth_interval=20))
+    loop = Loop(resumed)
+    resumed.load_state_dict(plugin.state_dict())
+    loop.run()
+    assert caplog.text.count("`growth_interval=20`, as passed, is used; the checkpoint had 10") == 1
+    assert "precision 'auto' is 'fp16' here (as in the checkpoint): fp16 autocast" in caplog.text
+
+
 def test_before_the_first_step() -> None:
     plugin = FabricAmpPrecision("fp16")
     assert (plugin.num_steps, plugin.num_skipped, plugin.last_step) == (0, 0, None)

@@ -36,7 +36,7 @@ class Explained(NamedTuple):
 def try_together(
     trainer: Trainer, ranks: Lockstep, rerun: Callable[..., bool], found: Explained | None, case: Case | None
 ) -> list[Remedy]:
-    """Try the remedies of each cause on all ranks of a sharded module, and return those of this rank's cause.
+    """Try the remedies of each cause on all ranks of a sharded module. Return the remedies for the cause on this rank.
 
     A rank that has another fault runs too, but its result does not count.
     """

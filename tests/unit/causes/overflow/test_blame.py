@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from multi_rank.ranks import Infinite
 from support import Toy, fit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -80,16 +81,6 @@ def test_an_infinity_that_does_not_show_in_the_loss_is_found() -> None:
     (report,) = locator.reports
     assert (report.cause, report.diagnosis.module) == ("forward", "gate")
     assert any(r.kind == "fp32_modules" and r.worked for r in report.remedies)
-
-
-class Infinite(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * torch.inf
 
 
 class MadeLast(Toy):
