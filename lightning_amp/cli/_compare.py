@@ -14,7 +14,7 @@ from lightning_amp.cli._runner import CLASS_OPTIONS, Command, Outcome, Request
 
 if TYPE_CHECKING:
     from lightning_amp import LocalDevices, PrecisionReport
-    from lightning_amp.compare import ArmRun
+    from lightning_amp.compare import Run
 
 _MARGINS = "--margins."
 _DESCRIPTION = """\
@@ -65,19 +65,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         " or on its share of the CPU cores",
         "type": int,
     },
-    "--measure-speed": {
-        "help": "in the runs, in short runs alone on one device, or not; default: as-run",
-        "choices": ["as-run", "alone", "no"],
-        "default": "as-run",
-    },
     "--part": {"metavar": "I/N", "help": "train share I of N, from 1 on, into --dirpath; print no report"},
     "--collect": {"help": "train nothing; judge the runs in --dirpath", "action": "store_true"},
     "--json": {"metavar": "FILE", "help": "save all measurements as JSON"},
     "--html": {"metavar": "FILE", "help": "save the report as one HTML page"},
 }
-
-
-_MEASURE_SPEED: dict[str, Any] = {"as-run": "as run", "alone": "alone", "no": False}
 
 
 def _run(request: Request) -> Outcome:
@@ -100,27 +92,17 @@ def _run(request: Request) -> Outcome:
                 control=None if options.control is None else options.control == "true",
                 dirpath=options.dirpath,
                 executor=_executor(options.devices_at_once, user.trainer_kwargs.get("devices")),
-                measure_speed=_MEASURE_SPEED[options.measure_speed],
             )
             if part is not None:
                 return _outcome_of_part(comparison.run_part(*part), *part)
-            missing: list[tuple[str, int]] = []
-            if options.collect:
-                report, missing = comparison.collect()
-            else:
-                report = comparison.run()
+            report = comparison.collect() if options.collect else comparison.run()
     except KeyboardInterrupt as error:
         goes_on = f"finished runs are in `{options.dirpath}`, and the same command continues from there"
         without = "with `--dirpath DIR` the same command goes on where it was stopped"
         raise Interrupted(f"interrupted; {goes_on if options.dirpath else without}") from error
     files = {"--json": report.to_json, "--html": report.to_html}
-    blocks, text = report.blocks(), report.to_markdown()
-    if missing:
-        names = "\n".join(f"- {code(label)}, seed {seed}" for label, seed in missing)
-        head = f"Of {counted(report.plan.num_runs, 'run')}, {len(missing)} are missing in {code(options.dirpath)}:"
-        blocks, text = [head, names, *blocks], f"{head}\n\n{names}\n\n{text}"
-    wrong = bool(missing) or _is_something_wrong(report)
-    return Outcome(laid_out(blocks), text, files, has_work=wrong)
+    text = report.to_markdown()
+    return Outcome(laid_out([text]), text, files, has_work=_is_something_wrong(report))
 
 
 def _part(options: Any) -> tuple[int, int] | None:
@@ -137,8 +119,6 @@ def _part(options: Any) -> tuple[int, int] | None:
     for option, file in (("--json", options.json), ("--html", options.html)):
         if file is not None:
             raise UsageError(f"--part prints no report that {option} could save; use {option} with --collect")
-    if options.measure_speed == "alone":
-        raise UsageError("--part cannot be used with --measure-speed alone: one process has to measure all arms")
     found = re.fullmatch(r"(\d+)/(\d+)", options.part)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise UsageError(f"--part must be I/N, with I from 1 to N, such as 3/12; got {options.part!r}")
@@ -160,7 +140,7 @@ def _executor(num_at_once: int | None, devices: object) -> LocalDevices | None:
         raise UsageError(f"--devices-at-once: {error}") from error
 
 
-def _outcome_of_part(runs: Sequence[ArmRun], part: int, num_parts: int) -> Outcome:
+def _outcome_of_part(runs: Sequence[Run], part: int, num_parts: int) -> Outcome:
     failed = [run for run in runs if not run.finished]
     text = f"Part {part} of {num_parts}: {counted(len(runs), 'run')}, {len(failed)} failed."
     if not runs:
@@ -171,10 +151,8 @@ def _outcome_of_part(runs: Sequence[ArmRun], part: int, num_parts: int) -> Outco
 
 
 def _is_something_wrong(report: PrecisionReport) -> bool:
-    return any(
-        arm.errors or any(report.verdict(label, metric).claim == "worse" for metric in arm.metrics)
-        for label, arm in report.arms.items()
-    )
+    """Return whether a run failed or is missing, or an arm other than the control is worse."""
+    return any(arm.errors or (arm.judged("worse") and not arm.is_control) for arm in report.arms.values())
 
 
 def _margins(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

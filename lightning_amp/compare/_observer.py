@@ -17,11 +17,18 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from typing_extensions import final, override
 
 from lightning_amp._compat import _lightning
-from lightning_amp.compare._statistics import Direction
+from lightning_amp.compare._checks import wrong_margin
+from lightning_amp.compare._run import Margin
+from lightning_amp.compare._stats import Direction
 from lightning_amp.measure import MemoryOf, PeakMemory, StepTimer, is_settled
 from lightning_amp.shadow import matmul_flops
 
 _MOST_LOSSES = 500
+
+
+@final
+class MarginError(ValueError):
+    """A margin is for a metric that the module does not log."""
 
 
 @final
@@ -31,11 +38,15 @@ class Observer(Callback):
     Args:
         report: Gets the share of the training that is done, or `None` if it is unknown, and a text; a few times a
             second.
+        margins: The first validation must log their metrics.
+
+    Raises:
+        MarginError: By its hooks, if it does not.
 
     """
 
-    def __init__(self, report: Callable[[float | None, str], None]) -> None:
-        self._report = report
+    def __init__(self, report: Callable[[float | None, str], None], margins: Mapping[str, Margin]) -> None:
+        self._report, self._margins = report, margins
         self._parent = os.getppid()
         self._reported_s = 0.0
         self._memory: PeakMemory | None = None
@@ -129,6 +140,10 @@ class Observer(Callback):
             if not name.startswith("amp/") and name not in ("step", "epoch") and value.numel() == 1:
                 self.curves.setdefault(name, []).append((step, float(value)))
         self.directions.update(_lightning.metric_directions(trainer))
+        wrong = wrong_margin(self._margins, self.curves, self.directions)
+        if wrong:
+            raise MarginError(wrong)
+        self._margins = {}
         self._resume()
 
     # -- clock and memory ----------------------------------------------------------------------------------------------

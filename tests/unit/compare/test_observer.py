@@ -1,4 +1,4 @@
-"""The callback that watches a run; `test_worker.py` tests the record that it makes."""
+"""The callback that watches a run; `test_train.py` tests the record that it makes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import lightning as L
 import pytest
 from support import assert_same, weights
 from torch.utils.data import DataLoader
-from zoo.compared import TRAINER, Sea, Waves, by_hand, task
+from zoo.compared import TRAINER, Sea, Waves, by_hand, spec
 
 from lightning_amp import AmpPrecision
 from lightning_amp.compare import _observer
 from lightning_amp.compare._observer import Observer
-from lightning_amp.compare._worker import run_arm
+from lightning_amp.compare._train import train
 
 
 def watched(module: Any = Waves, data: Any = Sea, **changes: Any) -> tuple[Observer, L.Trainer, list[Any]]:
     heard: list[Any] = []
-    observer = Observer(lambda *progress: heard.append(progress))
+    observer = Observer(lambda *progress: heard.append(progress), {})
     kwargs = {**TRAINER, "enable_progress_bar": False, **changes}
     L.seed_everything(3, verbose=False)
     trainer = L.Trainer(**kwargs, callbacks=[observer], plugins=[AmpPrecision("fp16")])
@@ -82,7 +82,7 @@ def test_the_parent_process_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     killed: list[Any] = []
     monkeypatch.setattr(os, "getpgid", lambda pid: os.getpid())
     monkeypatch.setattr(os, "killpg", lambda *args: killed.append(args))
-    run = run_arm(task(tmp_path), tmp_path, 0.0)
+    run = train(spec(tmp_path), tmp_path, 0.0)
     assert killed == [(0, signal.SIGKILL)]
     assert "the process that started this arm has ended" in str(run.error)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins import MixedPrecision
-from zoo.compared import FailsInFp16, Sea, Waves, by_hand, here, not_a_module, raises, task
+from zoo.compared import FailsInFp16, Sea, Waves, by_hand, here, not_a_module, raises, spec
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, MetricComparison, ScaleMonitor
-from lightning_amp.compare._worker import run_arm
+from lightning_amp import AmpPrecision, MetricComparison, ScaleMonitor
+from lightning_amp.compare import Margin
+from lightning_amp.compare._train import train
 
 PLUGINS: dict[str, tuple[Any, Any]] = {
     "fp32": ("fp32", lambda: AmpPrecision("fp32")),
@@ -30,7 +33,7 @@ PLUGINS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", PLUGINS)
 def test_its_values_are_those_of_a_run_by_hand_bit_for_bit(name: str, tmp_path: Path) -> None:
     source, plugin = PLUGINS[name]
-    run = here(task(tmp_path, source))
+    run = here(spec(tmp_path, source))
     trainer = by_hand(plugin())
     assert run.error is None
     assert {n: [p.value for p in points] for n, points in run.curves.items()} == trainer.notes
@@ -45,12 +48,12 @@ def test_its_values_are_those_of_a_run_by_hand_bit_for_bit(name: str, tmp_path: 
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:
-    run = here(task(tmp_path))
+    run = here(spec(tmp_path))
     assert [p.value for p in run.curves["val_loss"]] != by_hand(AmpPrecision("fp32"), seed=4).notes["val_loss"]
 
 
 def test_the_control_is_the_reference_but_for_its_last_bits(tmp_path: Path) -> None:
-    own, moved = here(task(tmp_path)), here(task(tmp_path, moved=True))
+    own, moved = here(spec(tmp_path)), here(spec(tmp_path, moved=True))
     assert own.curves != moved.curves
     for name in ("val_loss", "distance"):
         ours, theirs = own.curves[name][-1].value, moved.curves[name][-1].value
@@ -58,7 +61,7 @@ def test_the_control_is_the_reference_but_for_its_last_bits(tmp_path: Path) -> N
 
 
 def test_what_is_measured(tmp_path: Path) -> None:
-    run = here(task(tmp_path, "fp16", max_epochs=4))
+    run = here(spec(tmp_path, "fp16", max_epochs=4))
     assert run.precision == "fp16"
     assert run.device.startswith("cpu (")
     assert run.versions["torch"] == torch.__version__
@@ -78,31 +81,31 @@ def test_what_is_measured(tmp_path: Path) -> None:
     assert 40 <= len(run.loss) <= 48
     times = [p.train_s for p in run.curves["val_loss"]]
     assert 0 < times[0] < times[-1] <= run.train_s < run.total_s
-    assert here(task(tmp_path, "bf16")).scale == ()
+    assert here(spec(tmp_path, "bf16")).scale == ()
 
 
 def test_the_users_own_monitors_are_taken(tmp_path: Path) -> None:
     own = [ScaleMonitor(log_every_n_steps=5), MetricComparison(limit_batches=1)]
-    run = here(task(tmp_path, "bf16", callbacks=own))
+    run = here(spec(tmp_path, "bf16", callbacks=own))
     assert run.error is None
     assert run.same_weights["val_loss"][0] != run.curves["val_loss"][-1].value  # over one batch of two
     assert run.num_steps == 24
 
 
 def test_a_single_callback(tmp_path: Path) -> None:
-    run = here(task(tmp_path, callbacks=EarlyStopping("val_loss", patience=0, min_delta=100.0), max_epochs=9))
+    run = here(spec(tmp_path, callbacks=EarlyStopping("val_loss", patience=0, min_delta=100.0), max_epochs=9))
     assert run.error is None
     assert len(run.curves["val_loss"]) == 2
 
 
 def test_a_failure_is_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = here(task(tmp_path, "fp16", FailsInFp16))
+    run = here(spec(tmp_path, "fp16", FailsInFp16))
     assert run.error == "ArithmeticError: no fp16 here | really\nnot"
     assert "on_train_batch_start" in capsys.readouterr().err  # the traceback is in its log
-    assert here(task(tmp_path, "fp32", FailsInFp16)).error is None
-    assert here(task(tmp_path, module=raises)).error == "RuntimeError: no module today"
-    assert "must return a LightningModule; it returned int" in here(task(tmp_path, module=not_a_module)).error
-    assert "must return a LightningDataModule; it returned int" in here(task(tmp_path, data=not_a_module)).error
+    assert here(spec(tmp_path, "fp32", FailsInFp16)).error is None
+    assert here(spec(tmp_path, module=raises)).error == "RuntimeError: no module today"
+    assert "must return a LightningModule; it returned int" in here(spec(tmp_path, module=not_a_module)).error
+    assert "must return a LightningDataModule; it returned int" in here(spec(tmp_path, data=not_a_module)).error
 
 
 class Interrupted(Waves):
@@ -113,7 +116,7 @@ class Interrupted(Waves):
 
 def test_an_interrupted_run_has_not_finished(tmp_path: Path) -> None:
     """Lightning ends such a run with `SystemExit`, as if training was done."""
-    run = here(task(tmp_path, module=Interrupted))
+    run = here(spec(tmp_path, module=Interrupted))
     assert run.error is not None
     assert not run.finished
 
@@ -124,7 +127,7 @@ class Quits(Waves):
 
 
 def test_a_run_that_exits_has_not_finished(tmp_path: Path) -> None:
-    assert here(task(tmp_path, module=Quits)).error == "the run ended by `sys.exit(0)`"
+    assert here(spec(tmp_path, module=Quits)).error == "the run ended by `sys.exit(0)`"
 
 
 SEEN: list[float] = []
@@ -145,7 +148,7 @@ class Remembers(Waves):
 
 
 def test_what_lies_outside_of_the_module_is_as_by_hand(tmp_path: Path) -> None:
-    run = here(task(tmp_path, "bf16", Remembers))
+    run = here(spec(tmp_path, "bf16", Remembers))
     assert {n: [p.value for p in points] for n, points in run.curves.items()} == by_hand(
         AmpPrecision("bf16"), Remembers
     ).notes
@@ -160,15 +163,14 @@ class Silent(Waves):
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 def test_without_validation_there_are_times(tmp_path: Path) -> None:
-    run = here(task(tmp_path, module=Silent))
+    run = here(spec(tmp_path, module=Silent))
     assert run.error is None
     assert run.curves == {}
     assert run.step_s
 
 
 def test_what_a_run_writes_goes_into_its_folder(tmp_path: Path, in_tmp_path: Path) -> None:
-    arm = task(tmp_path / "work", logger=True, enable_checkpointing=True)
-    assert run_arm(arm, tmp_path, 0.0).error is None
+    assert train(spec(tmp_path / "work", logger=True, enable_checkpointing=True), tmp_path, 0.0).error is None
     assert {p.name for p in tmp_path.iterdir()} == {"work", "progress.json"}
     assert list((tmp_path / "work").rglob("*.ckpt"))
 
@@ -186,7 +188,7 @@ class Built(Waves):
 
 
 def test_weights_that_are_made_late_are_moved_too(tmp_path: Path) -> None:
-    own, moved = here(task(tmp_path, module=Built)), here(task(tmp_path, module=Built, moved=True))
+    own, moved = here(spec(tmp_path, module=Built)), here(spec(tmp_path, module=Built, moved=True))
     assert own.error is moved.error is None
     assert own.curves != moved.curves
 
@@ -199,25 +201,24 @@ class Streams(Sea):
 
 
 def test_data_without_a_length(tmp_path: Path) -> None:
-    run = here(task(tmp_path, data=Streams, max_epochs=1, limit_train_batches=20))
+    run = here(spec(tmp_path, data=Streams, max_epochs=1, limit_train_batches=20))
     assert run.error is None
     assert len(run.samples_per_s) == len(run.step_s) > 0
 
 
-class Loud(Waves):
-    """Its gradients overflow in float16 at every scale."""
-
-    def training_step(self, *args: Any) -> Any:
-        return super().training_step(*args).float() * 1e12
-
-
-@pytest.mark.filterwarnings("ignore:.*goes on in 'bf16'", "ignore:The loss scale fell", "ignore:.*of the latest")
-def test_an_arm_that_fell_back_says_so(tmp_path: Path) -> None:
-    source = {"precision": "fp16", "scaler": DynamicLossScaler(max_consecutive_skips=5), "fallback": ["bf16"]}
-    run = here(task(tmp_path, source, Loud))
-    assert run.error is None
-    assert run.precision == "fp16, bf16 from step 5 on"
-    assert run.fell_back
-    assert run.num_skipped == 5
-    assert [record.precision for record in run.scale][:6] == ["fp16"] * 5 + ["bf16"]
-    assert "bfloat16" in run.matmul_flops
+@pytest.mark.parametrize(
+    ("margins", "says"),
+    [
+        (
+            {"val_los": Margin(0.1)},
+            r"got 'val_los'; it logs `distance`, `val_loss`, `thing`. Did you mean 'val_loss'\?",
+        ),
+        ({"val_loss": Margin(0.1), "thing": Margin(0.1)}, r"which way 'thing' is better.*\(\"min\", 0.1\)"),
+        ({"val_loss": Margin(0.1), "thing": Margin(0.1, "max")}, ""),
+    ],
+)
+def test_margins_are_checked_at_the_first_validation(margins: Any, says: str, tmp_path: Path) -> None:
+    run = here(replace(spec(tmp_path, max_epochs=2), margins=margins))
+    assert re.search(says, run.refused)
+    assert run.finished == (not says)
+    assert run.num_steps == (12 if says else 24)
