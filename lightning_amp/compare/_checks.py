@@ -144,8 +144,7 @@ def wrong_margin(margins: Mapping[str, Margin], logged: Iterable[str], direction
         if name not in directions and margin.direction is None and direction_of(name) is None:
             return (
                 f"`margins[{name!r}]` must say which way {name!r} is better: neither torchmetrics nor its name does."
-                f' Write `margins={{{name!r}: ("min", {margin.value:g})}}` if lower is better, else `("max",'
-                f" {margin.value:g})`."
+                f' Write `("min", {margin.value:g})` if lower is better, else `("max", {margin.value:g})`.'
             )
     return ""
 

@@ -88,7 +88,8 @@ def test_an_interrupt_cancels_what_is_queued(tmp_path: Path) -> None:
     class Cancels(Inline):
         def submit(self, fn: Any, /, *args: Any) -> Any:
             job: Any = super().submit(fn, *args)
-            job.cancel = lambda number=len(self.sent) - 1: cancelled.append(number)
+            number = len(self.sent) - 1
+            job.cancel = lambda: cancelled.append(number)
             return job
 
     def change(job: Callable[[], Any], number: int) -> Any:

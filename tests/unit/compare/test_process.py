@@ -163,7 +163,7 @@ def test_runs_in_several_processes_are_no_forks(kwargs: Any, one_process: bool, 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker on another machine may not share the folder; the log is then in a temporary one."""
-    monkeypatch.setattr(_process, "_start", lambda folder, log, *_: open(log, "a").close() or Ended())  # noqa: SIM115
+    monkeypatch.setattr(_process, "_start", lambda folder, log, *_: open(log, "a").close() or Ended())
     header = pickle.loads(pack(spec(tmp_path / "not" / "there")))
     assert run_packed(header).error == "its process ended with exit status 7 and left no result"
     assert not (tmp_path / "not").exists()

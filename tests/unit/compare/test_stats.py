@@ -78,7 +78,7 @@ def test_a_spread_beyond_all_numbers_shows_nothing() -> None:
         ([1.0, INF, NAN, 1.0], 0.0),
         ([], 0.0),
         ([318 / 359, 320 / 359, 319 / 359], 1 / 359),
-        (np.float32([318 / 359, 317 / 359]).tolist() + [318 / 359], 1 / 359),  # rounding is no step
+        ([*np.float32([318 / 359, 317 / 359]).tolist(), 318 / 359], 1 / 359),  # rounding is no step
         ([0.5, 0.5 + 1e-8, 0.75, 0.8, 0.93], 1e-8),  # a loss
         ([0.5, 0.5 + 1e-8], 0.0),
     ],
