@@ -101,7 +101,7 @@ def _run(arguments: list[str]) -> int:
     )
     commands = parser.add_subcommands(metavar="COMMAND")
     name = arguments[0] if arguments and arguments[0] in COMMANDS else None
-    file = importlib.import_module(f"lightning_amp.cli.{'_scale' if name == 'scale' else '_commands'}")
+    file = importlib.import_module(f"lightning_amp.cli.{'_saved_scales' if name == 'scale' else '_commands'}")
     constant = (name or "").upper().replace("-", "_")
     options: dict[str, dict[str, Any]] = getattr(file, f"{constant}_OPTIONS", {})
     for command, what in COMMANDS.items():

@@ -7,6 +7,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp.compare._arm import Arm, ArmMetric
+from lightning_amp.compare._process import HERE
 from lightning_amp.compare._report import PrecisionReport
 from lightning_amp.compare._run import CONTROL, Margin, Plan, Point, Run
 from lightning_amp.compare._stats import Claim, Verdict
@@ -14,14 +15,15 @@ from lightning_amp.compare._stats import Claim, Verdict
 if TYPE_CHECKING:
     from lightning_amp.compare._checks import check_place, check_trainer_kwargs, check_trainer_names
     from lightning_amp.compare._compare import Comparison, compare_precisions
+    from lightning_amp.compare._executors import run_in_process
     from lightning_amp.compare._local_devices import LocalDevices
     from lightning_amp.compare._observer import num_rows
-    from lightning_amp.compare._process import forking, run_in_process
     from lightning_amp.compare._progress import Progress, progress
     from lightning_amp.compare._spec import Spec, check_factory, parse_arms
 
 __all__ = [
     "CONTROL",
+    "HERE",
     "Arm",
     "ArmMetric",
     "Claim",
@@ -40,7 +42,6 @@ __all__ = [
     "check_trainer_kwargs",
     "check_trainer_names",
     "compare_precisions",
-    "forking",
     "num_rows",
     "parse_arms",
     "progress",
@@ -52,7 +53,7 @@ _NEED_LIGHTNING = {
     "_compare": ("Comparison", "compare_precisions"),
     "_local_devices": ("LocalDevices",),
     "_observer": ("num_rows",),
-    "_process": ("forking", "run_in_process"),
+    "_executors": ("run_in_process",),
     "_progress": ("Progress", "progress"),
     "_spec": ("Spec", "check_factory", "parse_arms"),
 }

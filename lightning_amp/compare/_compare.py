@@ -26,9 +26,9 @@ from lightning_amp.compare._checks import (
     wrong_margin,
 )
 from lightning_amp.compare._describe import Identity, factory_name, shown
-from lightning_amp.compare._executors import check_executor, run_on
+from lightning_amp.compare._executors import check_executor, run_in_process, run_on
 from lightning_amp.compare._local_devices import LocalDevices
-from lightning_amp.compare._process import forking, run_in_process
+from lightning_amp.compare._process import HERE
 from lightning_amp.compare._progress import Progress, progress
 from lightning_amp.compare._report import PrecisionReport
 from lightning_amp.compare._run import CONTROL, Plan, Run
@@ -221,7 +221,7 @@ class Comparison:
         self._check_margins(runs)
         with (
             progress(len(wanted)) as bar,
-            forking(),
+            HERE.forking(),
             tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as scratch,
         ):
             for run in runs:

@@ -83,7 +83,7 @@ class LocalDevices:
                 free.put(place)
 
             def take() -> None:
-                HERE.environment, HERE.cores = free.get()
+                HERE.use(*free.get())
 
             self._pool = ThreadPoolExecutor(self.num_at_once, "lightning-amp", take)
         stop = threading.Event()
@@ -96,7 +96,7 @@ class LocalDevices:
 
 
 def _call(stop: threading.Event, fn: Callable[..., Any], *args: Any) -> Any:
-    HERE.stop = stop
+    HERE.watch(stop)
     return fn(*args)
 
 

@@ -18,14 +18,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import final
 
-from lightning_amp.compare._run import Run, from_data
-
-if TYPE_CHECKING:
-    from lightning_amp.compare._spec import Spec
+from lightning_amp.compare._run import Run, from_data, to_data
 
 IN_AN_ARM = "LIGHTNING_AMP_ARM"
 """Environment variable that is set in the process of an arm."""
@@ -62,6 +59,28 @@ class Place(threading.local):
     stop: threading.Event | None = None
     server: Server | None = None
 
+    def use(self, environment: Mapping[str, str], cores: Sequence[int]) -> None:
+        """Let this thread's runs have some devices or cores."""
+        self.environment, self.cores = environment, cores
+
+    def watch(self, stop: threading.Event | None) -> None:
+        """Kill this thread's run as soon as `stop` is set."""
+        self.stop = stop
+
+    def fork(self, folder: str, log: str, key: tuple[dict[str, str], list[str], str]) -> Server | None:
+        """Start a run by a fork; `None` if the process that forks has died."""
+        if self.server is None or self.server.key != key:
+            self.server = Server(key)
+        return self.server if self.server.fork(folder, log) else None
+
+    @contextlib.contextmanager
+    def forking(self) -> Generator[None]:
+        """Keep this thread's server while inside, and end it afterwards."""
+        try:
+            yield
+        finally:
+            self.server = None
+
 
 HERE = Place()
 
@@ -72,44 +91,21 @@ def versions() -> dict[str, str]:
     return {**packages, "lightning_amp": sys.modules["lightning_amp"].__version__}
 
 
-def pack(spec: Spec) -> bytes:
-    """Return a training as bytes, with the settings of this process."""
-    from lightning_amp.compare._spec import dumps
-    from lightning_amp.compare._train import process_settings
-
-    kwargs = spec.trainer_kwargs
-    # `devices="auto"` may be several, but then Lightning starts all other ranks as new processes
-    alone = kwargs.get("strategy", "auto") == "auto" and kwargs.get("devices", "auto") in ("auto", 1, "1")
-    header = {
-        "label": spec.label,
-        "seed": spec.seed,
-        "folder": spec.folder,
-        "spec": dumps(spec, spec.make_module, spec.make_data),
-        "path": [entry or os.getcwd() for entry in sys.path],
-        "settings": process_settings(),
-        "versions": versions(),
-        "host": platform.node(),
-        "one_process": alone and kwargs.get("num_nodes", 1) == 1,
-    }
-    return pickle.dumps(header)
-
-
-def run_in_process(spec: Spec, on_progress: OnProgress) -> Run:
+def run_packed(header: dict[str, Any], on_progress: OnProgress = lambda *_: None) -> Run:
     """Run a training in a new process on this machine, and return its record, or one with the error that ended it.
 
-    The process inherits the environment and the current folder, and has the torch settings (threads, TF32) of this one.
-    Its output goes to `output.log` in its folder. The process is killed when this call is interrupted, and ends by
-    itself when this process ends.
+    The process inherits the environment and the current folder, and has the torch settings (threads, TF32) of the
+    process that packed the run. Its output goes to `output.log` in its folder. It is killed when this call is
+    interrupted, and ends by itself when this process ends.
+
+    Args:
+        header: What :func:`~lightning_amp.compare._spec.pack` returned, unpickled.
+        on_progress: Gets the progress.
 
     Raises:
         KeyboardInterrupt: If it was interrupted; the process has ended by then.
 
     """
-    return run_packed(pickle.loads(pack(spec)), on_progress)
-
-
-def run_packed(header: dict[str, Any], on_progress: OnProgress = lambda *_: None) -> Run:
-    """Run what :func:`pack` returned, unpickled, as :func:`run_in_process` does."""
     started, settings = time.time(), header["settings"]
     most = len(HERE.cores) or (os.cpu_count() or 1 if header["host"] != platform.node() else settings["num_threads"])
     header = header | {
@@ -145,11 +141,9 @@ def _start(
 ) -> subprocess.Popen[bytes] | Server:
     # outside of Linux frameworks do not survive a fork
     if sys.platform == "linux" and header["one_process"]:
-        key = environment, header["path"], os.getcwd()
-        if HERE.server is None or HERE.server.key != key:
-            HERE.server = Server(key)
-        if HERE.server.fork(folder, log):
-            return HERE.server
+        fork = HERE.fork(folder, log, (environment, header["path"], os.getcwd()))
+        if fork is not None:
+            return fork
     with open(log, "wb") as output:
         return subprocess.Popen(
             [sys.executable, _CHILD, folder],
@@ -260,10 +254,32 @@ class Server:
             self._process.kill()
 
 
-@contextlib.contextmanager
-def forking() -> Generator[None]:
-    """Keep this thread's server while inside, and end it afterwards."""
-    try:
-        yield
-    finally:
-        HERE.server = None
+# -- on a worker -------------------------------------------------------------------------------------------------------
+
+
+@final
+class Call:
+    """Unpickled, it is the data of the run that was packed. A worker imports neither Lightning nor the user's modules.
+
+    A worker without this package raises `ModuleNotFoundError` in `pickle.loads`. A worker of Dask that cannot read a
+    call ends, and the caller would wait for ever.
+    """
+
+    def __init__(self, packed: bytes) -> None:
+        self._packed = packed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return train_packed, (self._packed,)
+
+
+def train_packed(packed: bytes) -> dict[str, Any]:
+    """Train in a process of this worker, and return the data of the run."""
+    header = pickle.loads(packed)
+    wanted, here = header["versions"], versions()
+    wrong = [f"{name} is {here[name]}, not {version}" for name, version in wanted.items() if here[name] != version]
+    if wrong:
+        error = f"the worker on {platform.node()} has other packages: {', '.join(wrong)}"
+        return to_data(Run(header["label"], header["seed"], error=error))
+    own = [entry or os.getcwd() for entry in sys.path]
+    header["path"] = [*own, *(entry for entry in header["path"] if entry not in own)]
+    return to_data(run_packed(header))

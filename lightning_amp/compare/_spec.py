@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.machinery
 import inspect
+import os
+import pickle
+import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -22,7 +25,9 @@ from typing_extensions import final
 from lightning_amp._arguments import require
 from lightning_amp.casting import parse_precision
 from lightning_amp.compare._describe import shown
+from lightning_amp.compare._process import versions
 from lightning_amp.compare._run import CONTROL, Margin
+from lightning_amp.compare._settings import process_settings
 from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
 
 
@@ -189,6 +194,25 @@ def dumps(value: Any, *factories: Any) -> bytes:
                 cloudpickle.register_pickle_by_value(module)
                 stack.callback(cloudpickle.unregister_pickle_by_value, module)
         return cloudpickle.dumps(value)
+
+
+def pack(spec: Spec) -> bytes:
+    """Return a training as bytes, with the settings of this process."""
+    kwargs = spec.trainer_kwargs
+    # `devices="auto"` may be several, but then Lightning starts all other ranks as new processes
+    alone = kwargs.get("strategy", "auto") == "auto" and kwargs.get("devices", "auto") in ("auto", 1, "1")
+    header = {
+        "label": spec.label,
+        "seed": spec.seed,
+        "folder": spec.folder,
+        "spec": dumps(spec, spec.make_module, spec.make_data),
+        "path": [entry or os.getcwd() for entry in sys.path],
+        "settings": process_settings(),
+        "versions": versions(),
+        "host": platform.node(),
+        "one_process": alone and kwargs.get("num_nodes", 1) == 1,
+    }
+    return pickle.dumps(header)
 
 
 def _module_name(factory: Any) -> str:

@@ -26,13 +26,15 @@ from lightning_amp._cpu_name import cpu_name
 from lightning_amp._files import write_atomically
 from lightning_amp.callbacks import MetricComparison, ScaleMonitor
 from lightning_amp.casting import our_name
+from lightning_amp.compare._local_devices import visible_devices
 from lightning_amp.compare._observer import MarginError, Observer
 from lightning_amp.compare._process import PROGRESS, RESULT, versions
 from lightning_amp.compare._run import Point, Run, to_data
+from lightning_amp.compare._settings import apply_settings
 from lightning_amp.compare._spec import Spec
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import ScaleHistory
-from lightning_amp.tracing import fp32_switches, reduces_fp32
+from lightning_amp.tracing import reduces_fp32
 
 
 def main(folder: str, header: Mapping[str, Any], started: float) -> None:
@@ -189,8 +191,6 @@ def _device_name(device: torch.device, trainer: Trainer | None) -> str:
 
 def _device_ids(trainer: Trainer | None) -> tuple[str, ...]:
     """Return the devices of a run as the machine tells them apart, whatever numbers this process sees."""
-    from lightning_amp.compare._local_devices import visible_devices
-
     device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
     if trainer is None or device.type in ("cpu", "mps", "meta"):
         return (device.type,)
@@ -253,36 +253,3 @@ def move_last_bits(module: nn.Module, seed: int) -> int:
             values.copy_(torch.nextafter(values, torch.where(up, infinity, -infinity)))
             count += values.numel()
     return count
-
-
-# -- settings of torch for the whole process ---------------------------------------------------------------------------
-
-
-def process_settings() -> dict[str, Any]:
-    """Return the settings of this process that change the speed or the bits of torch: threads, TF32 and others.
-
-    A script may set them at its top, so its runs need the same settings in other processes. The states of random
-    generators are not included.
-    """
-    return {
-        "num_threads": torch.get_num_threads(),
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "cudnn_deterministic": torch.backends.cudnn.deterministic,
-        "fp32_precision": [switch.fp32_precision for switch in fp32_switches()],
-    }
-
-
-def apply_settings(settings: Mapping[str, Any]) -> None:
-    """Set the settings of another process."""
-    if torch.get_num_threads() != settings["num_threads"]:
-        torch.set_num_threads(settings["num_threads"])
-    torch.set_default_dtype(getattr(torch, settings["default_dtype"]))
-    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["deterministic_warn_only"])
-    torch.backends.cudnn.benchmark = settings["cudnn_benchmark"]
-    torch.backends.cudnn.deterministic = settings["cudnn_deterministic"]
-    for switch, wanted in zip(fp32_switches(), settings["fp32_precision"], strict=True):
-        if switch.fp32_precision != wanted:
-            switch.fp32_precision = wanted

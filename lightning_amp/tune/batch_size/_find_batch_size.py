@@ -11,10 +11,10 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_amp._arguments import is_number, require
 from lightning_amp.compare import (
+    HERE,
     check_factory,
     check_place,
     check_trainer_kwargs,
-    forking,
     parse_arms,
     progress,
 )
@@ -97,7 +97,7 @@ def find_batch_size(
     with (
         tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as folder,
         progress(_USUAL_RUNS * len(arms)) as shown,
-        forking(),
+        HERE.forking(),
     ):
         runs = ShortRuns(make_module, make_data, kwargs, Path(folder), shown.move)
         search = BatchSizeSearch(runs, memory_limit_gib, shown)

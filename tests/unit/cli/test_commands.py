@@ -101,7 +101,7 @@ def test_everything(command: Any, compared: Any, monkeypatch: pytest.MonkeyPatch
         (report_of({"fp32": SAME, "bf16": WORSE}), 1),
         (report_of({"fp32": SAME, "bf16": SAME, CONTROL: WORSE}), 0),  # a noisy reference is nothing to do
         (report_of({"fp32": SAME, "bf16": [1.0, None, 1.2]}), 1),
-        (PrecisionReport(FINE.plan, [run for run in FINE.arms["fp32"].runs]), 1),  # runs are missing
+        (PrecisionReport(FINE.plan, list(FINE.arms["fp32"].runs)), 1),  # runs are missing
     ],
 )
 def test_the_exit_status(report: PrecisionReport, status: int, command: Any, compared: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import lightning_amp
-from lightning_amp.cli import _scale, main
+from lightning_amp.cli import _saved_scales, main
 from lightning_amp.cli._errors import Interrupted, UsageError
 from lightning_amp.cli._main import COMMANDS
 from lightning_amp.cli._output import Outcome
@@ -25,7 +25,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
                 raise outcome
             return Outcome("", has_work=outcome == 1)
 
-        monkeypatch.setattr(_scale, "run_scale", work)
+        monkeypatch.setattr(_saved_scales, "run_scale", work)
 
     return becomes
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from zoo.executors import Inline, Job, compare, trained_there
 
-from lightning_amp.compare import _executors
+from lightning_amp.compare import _executors, _process
 
 SEEDS: dict[str, Any] = {"num_seeds": 3, "margins": {"val_loss": 0.1}}
 
 
 @pytest.fixture(autouse=True)
 def trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_executors, "run_packed", trained_there)
+    monkeypatch.setattr(_process, "run_packed", trained_there)
     monkeypatch.setattr(_executors, "_POLL_S", 0.001)
     monkeypatch.setattr(_executors, "_STOP_WITHIN_S", 0.05)
 
@@ -52,11 +52,11 @@ def test_a_worker_with_other_packages_is_a_failed_run(monkeypatch: pytest.Monkey
     def change(job: Callable[[], Any], number: int) -> Any:
         if number == 1:
             with monkeypatch.context() as patch:
-                patch.setattr(_executors, "versions", lambda: {**here, "torch": "1.0"})
+                patch.setattr(_process, "versions", lambda: {**here, "torch": "1.0"})
                 return job()
         return job()
 
-    here = _executors.versions()
+    here = _process.versions()
     report = compare(Inline(change))
     assert report.arms["fp32"].errors == {}
     assert f"has other packages: torch is 1.0, not {here['torch']}" in report.arms["bf16"].errors[0]

@@ -10,7 +10,7 @@ from support.synthetic import failed
 from zoo.compared import TRAINER, Sea, Waves
 from zoo.executors import Inline, trained_here, trained_there
 
-from lightning_amp.compare import Comparison, Spec, _compare, _executors
+from lightning_amp.compare import Comparison, Spec, _compare, _process
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         return trained_here(spec)
 
     monkeypatch.setattr(_compare, "run_in_process", here)
-    monkeypatch.setattr(_executors, "run_packed", trained_there)
+    monkeypatch.setattr(_process, "run_packed", trained_there)
     return keys
 
 

@@ -20,8 +20,9 @@ from zoo.compared import by_hand, dies, sleeps, spec
 from zoo.processes import MOMENTS, DiesOnce, Facts
 
 from lightning_amp import AmpPrecision
-from lightning_amp.compare import Run, _process, forking, run_in_process
-from lightning_amp.compare._process import HERE, pack, run_packed
+from lightning_amp.compare import HERE, Run, _process, run_in_process
+from lightning_amp.compare._process import run_packed
+from lightning_amp.compare._spec import pack
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,7 @@ def test_runs_are_forks_of_one_process_with_all_that_a_new_process_has(
         assert run.error is None
         return json.loads((tmp_path / "facts").read_text()), run
 
-    with forking():
+    with HERE.forking():
         (first, run), (again, _) = facts_of(), facts_of()
         for moment in range(len(MOMENTS)):  # the server goes on, whenever a run dies
             killed = run_in_process(replace_seed(spec(tmp_path / "dies", module=DiesOnce), moment), lambda *_: None)
@@ -95,7 +96,7 @@ def replace_seed(made: Any, seed: int) -> Any:
 
 
 def test_a_process_that_is_killed(tmp_path: Path) -> None:
-    with forking():
+    with HERE.forking():
         run = run_in_process(spec(tmp_path, module=dies), lambda *_: None)
     assert run.error == "its process was killed by SIGKILL; on Linux that is often the kernel, out of memory"
     assert "a line of the user's own" in run.log
@@ -117,7 +118,7 @@ def test_an_interrupt_or_a_dead_server_ends_the_process(
             assert HERE.server is not None
             os.kill(HERE.server._process.pid, signal.SIGKILL)
 
-    with forking():
+    with HERE.forking():
         if what == "the run":
             with pytest.raises(KeyboardInterrupt):
                 run_in_process(spec(tmp_path / "work", module=sleeps), interrupt)
@@ -139,7 +140,7 @@ def test_a_run_that_is_cancelled_is_killed(tmp_path: Path, monkeypatch: pytest.M
             assert HERE.stop is not None
             HERE.stop.set()
 
-    with forking(), pytest.raises(KeyboardInterrupt):
+    with HERE.forking(), pytest.raises(KeyboardInterrupt):
         run_in_process(spec(tmp_path / "work", module=sleeps), stop)
     wait_until_gone(int(sleeper.read_text()))
     HERE.stop = None
