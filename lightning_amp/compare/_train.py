@@ -104,7 +104,7 @@ def _trainer(spec: Spec, observer: Observer, folder: str) -> Trainer:
     callbacks.append(observer)
     if spec.moved:
         callbacks.append(LastBitMover(spec.seed))
-    kwargs = {"default_root_dir": folder, "enable_progress_bar": False, **kwargs}
+    kwargs: dict[str, Any] = {"default_root_dir": folder, "enable_progress_bar": False, **kwargs}
     return Trainer(**kwargs, callbacks=callbacks, plugins=[spec.plugin(kwargs.get("strategy", "auto"))])
 
 
