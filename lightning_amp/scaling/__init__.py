@@ -7,7 +7,6 @@ from lightning_amp.scaling._gradient_state import Scaled, Unscaled
 from lightning_amp.scaling._gradients import HalfGradientsError, has_gradients, parameters
 from lightning_amp.scaling._guards import HeldSchedule, Tally
 from lightning_amp.scaling._ledger import Ledger, enabled
-from lightning_amp.scaling._policy_replay import ReplayedRun, replay_policy, scaler_of_policy
 from lightning_amp.scaling._records import RecordLog, Skip, StepResult, Subscription
 from lightning_amp.scaling._saved import Saved, check_scaler_state
 from lightning_amp.scaling._scaled_steps import ScaledSteps
@@ -26,7 +25,6 @@ __all__ = [
     "Ledger",
     "OptimizerSteps",
     "RecordLog",
-    "ReplayedRun",
     "Saved",
     "Scaled",
     "ScaledSteps",
@@ -40,6 +38,4 @@ __all__ = [
     "enabled",
     "has_gradients",
     "parameters",
-    "replay_policy",
-    "scaler_of_policy",
 ]

@@ -544,21 +544,6 @@ def loop_in_torch(scaler: torch.amp.GradScaler) -> None:
     assert weight.tolist() == [0.5, 0.5]
 
 
-@pytest.mark.filterwarnings("ignore:lightning_amp. .* steps in a row were skipped")
-@pytest.mark.filterwarnings("ignore:lightning_amp. .* is stuck, and goes on in")
-def test_a_run_that_falls_back_lets_go_of_its_scaler() -> None:
-    scaler = DynamicLossScaler(max_consecutive_skips=2)
-    plugin = WithoutAutocast("fp16", scaler=scaler, fallback=["fp32"])
-    kept: list[bool] = []
-
-    class Keeps(L.Callback):
-        def on_train_batch_start(self, *args: Any) -> None:
-            kept.append("unscale_" in vars(scaler))
-
-    fit(Toy, plugin, callbacks=[Poison(gradient=[0, 1]), Keeps()])
-    assert kept == [True] * 2 + [False] * 6
-
-
 def test_without_a_call_nothing_is_added_to_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plugin's own backward multiplies by the scaler's own `scale`, which adds no hook."""
     hooked: list[Tensor] = []

@@ -210,18 +210,6 @@ def test_a_smaller_limit_than_a_checkpoint_had_stops_at_the_next_skip() -> None:
         skips(log, 1)
 
 
-@pytest.mark.parametrize("fallback", [True, False])
-def test_the_error_offers_a_fallback_in_fp16_alone(fallback: bool) -> None:
-    for precision in ("fp16", "bf16"):
-        log = RecordLog(offers_fallback=fallback)
-        log.go_on_in(precision, 2)
-        with pytest.raises(FloatingPointError) as error:
-            for _ in range(2):
-                note(log, 0, scalar(8.0), Skip.YES, scalar(1.0))
-                log.close_batch(scalar(8.0))
-        assert ("`fallback=['bf16']`" in str(error.value)) == (fallback and precision == "fp16")
-
-
 def test_a_step_taken_with_a_bad_loss_is_told_to_who_asks() -> None:
     for asks, known in itertools.product([True, False], repeat=2):
         log, told, blocks = RecordLog(block=8), list[StepRecord](), list[list[StepRecord]]()
