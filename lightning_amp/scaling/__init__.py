@@ -28,6 +28,3 @@ __all__ = [
     "load_state",
     "parameters",
 ]
-
-POLICY_SETTINGS: tuple = ()
-replay_policy = scaler_of_policy = ReplayedRun = None
