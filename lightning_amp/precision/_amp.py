@@ -34,9 +34,9 @@ from lightning_amp.findings import StepRecord
 from lightning_amp.precision import _clipping, _refusals, _upcast_parameters
 from lightning_amp.precision._entries import STOCK_KEY, find_entry
 from lightning_amp.precision._fallback import Fallback
-from lightning_amp.precision._first_line import say, say_first_line
+from lightning_amp.precision._first_line import first_line, precision_on, resumed, say
 from lightning_amp.precision._fit import REPLACEABLE, Fit, Run
-from lightning_amp.precision._forward import autocast_off
+from lightning_amp.precision._forward import autocast, autocast_off
 from lightning_amp.precision._settings import Settings, pick_on_all_ranks
 from lightning_amp.scaling import Ledger, RecordLog, Saved, enabled
 from lightning_amp.skipped_steps import checked_buffer_rules
@@ -214,7 +214,15 @@ class AmpPrecision(MixedPrecision):
         run.check(self.restore_buffers, self.fp8_recipe)
         if run.fp8 is not None:
             self._fp8_layers = run.fp8.layers
-        say_first_line(run, self.scaler, why, self._settings.given_scaler, self._fallback.said, self.skip_nonfinite)
+        if fitting:
+            skips, given = self.skip_nonfinite or enabled(self.scaler) is not None, self._settings.given_scaler
+            fp8 = [] if run.fp8 is None else [run.fp8.summary]
+            resumes, buffers = trainer.ckpt_path is not None, len(run.named_buffers)
+            say(
+                first_line([run.forward], why, self.scaler, given, skips, fp8=fp8, resumes=resumes, num_buffers=buffers)
+            )
+        elif why:
+            say([f"lightning_amp: {precision_on(choice, self.device, why)}."])
         return module
 
     @override
@@ -227,13 +235,7 @@ class AmpPrecision(MixedPrecision):
     @override
     def autocast_context_manager(self) -> torch.autocast:
         choice = self._settled() if self._run is None else self._run.forward.choice
-        dtype = choice.dtype if choice.mixed else torch.get_autocast_dtype(self.device)
-        # the cache would sum the gradients of all uses of a weight in half precision; see `casting/_reused_weights.py`
-        return torch.autocast(self.device, dtype=dtype, enabled=choice.mixed, cache_enabled=False)
-
-    @override
-    def convert_input(self, data: Any) -> Any:
-        return data if self._run is None else self._run.forward.convert_input(data)
+        return autocast(choice, self.device)
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
@@ -400,6 +402,7 @@ class AmpPrecision(MixedPrecision):
             if (choice := self._fallback.resume(Saved(state_dict, name), run.device)) is not None:
                 self._go_on_in(choice)
         say(self._ledger.load(state_dict, self.scaler, name))
+        say(resumed(state_dict, self._settled().name, self.scaler))
         if self._fit is not None:
             self._fit.steps.gradients.note_scale()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +21,9 @@ from lightning_amp._arguments import require_bool
 from lightning_amp.casting import Canonical, Choice, checked_module_rules
 from lightning_amp.findings import StepRecord
 from lightning_amp.precision import _refusals
-from lightning_amp.precision._fabric_modules import FabricModules, autocast, device_of
-from lightning_amp.precision._first_line import first_line, say
+from lightning_amp.precision._fabric_modules import FabricModules, device_of
+from lightning_amp.precision._first_line import first_line, resumed, say
+from lightning_amp.precision._forward import autocast
 from lightning_amp.precision._settings import Settings, pick_for_all_ranks
 from lightning_amp.scaling import Advice, RecordLog, Saved, ScaledSteps, enabled, parameters
 from lightning_amp.skipped_steps import checked_buffer_rules
@@ -113,7 +113,7 @@ class FabricAmpPrecision(Precision):
         self._new: list[nn.Module] = []  # were set up since the last forward
         self._set_up: FabricModules | None = None
         self._loaded: dict[str, Any] | None = None  # a checkpoint for "auto", from before the first forward
-        self._first_line: Callable[..., str] | None = None
+        self._why: str | None = None  # the reason of "auto" until the first line is logged
         call, plugin = "fabric.backward(loss)", weakref.ref(self)
 
         def describe() -> str:
@@ -125,7 +125,7 @@ class FabricAmpPrecision(Precision):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings and the scaler for a pickle or a deep copy, without the modules and steps."""
-        left_out = ("_choice", "_new", "_set_up", "_loaded", "_first_line", "_steps")
+        left_out = ("_choice", "_new", "_set_up", "_loaded", "_why", "_steps")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -207,7 +207,8 @@ class FabricAmpPrecision(Precision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        return self._ready().begin_forward(data)
+        self._ready().begin_forward()
+        return data
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -226,10 +227,10 @@ class FabricAmpPrecision(Precision):
             if modules is None and not self._new:
                 raise RuntimeError(f"`{self!r}` has no module yet: call `model, optimizer = fabric.setup(...)` first.")
             modules = self._set_up = modules or self._begin(device_of(self._new, self.device))
-            modules.add(self._new)
+            fp8 = modules.add(self._new)
             self._steps.expect((p for m in self._new for p in m.parameters()), modules.device)
             self._new = []
-            self._say_first_line(modules)
+            self._say_first_line(modules, fp8)
         return modules
 
     def _begin(self, device: torch.device) -> FabricModules:
@@ -243,20 +244,19 @@ class FabricAmpPrecision(Precision):
         self._choice = choice
         self._steps.go_on_in(choice.name, scaler)
         self._steps.expect((), device, modules)
+        self._why = why
         if self._loaded is not None:
-            say(self._steps.load(self._loaded, type(self).__name__))
-        resumed = self._loaded is not None
-        self._first_line = partial(first_line, choice, device.type, why, scaler, skips=modules.skips, resumed=resumed)
+            self._load(self._loaded)
         return modules
 
-    def _say_first_line(self, modules: FabricModules) -> None:
+    def _say_first_line(self, modules: FabricModules, fp8: list[str]) -> None:
         """Log the first line after the first modules, and how many layers of later ones run in fp8."""
-        fp8 = modules.news_of_fp8()
-        if self._first_line is not None:
-            say([self._first_line(fp8=fp8)])
-            self._first_line = None
-        else:
+        if self._why is None:
             say(f"lightning_amp: {summary}." for summary in fp8)
+            return
+        given = self._settings.given_scaler
+        say(first_line(modules.forwards, self._why, self.scaler, given, modules.skips, fp8=fp8))
+        self._why = None
 
     def _pick(self, device: torch.device) -> tuple[Choice, str]:
         """Pick for `"auto"`: the precision of a loaded checkpoint, or by the device."""
@@ -304,11 +304,15 @@ class FabricAmpPrecision(Precision):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        sentences = self._steps.load(state_dict, type(self).__name__)
         if self._set_up is None and self._choice is None:
+            self._steps.load(state_dict, type(self).__name__)  # refuses a wrong one
             self._loaded = state_dict  # "auto" chooses the precision at the first forward, and loads it again
         else:
-            say(sentences)
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        say(self._steps.load(state_dict, type(self).__name__))
+        say(resumed(state_dict, self._settled().name, self.scaler))
 
     @override
     def teardown(self) -> None:

@@ -18,12 +18,12 @@ from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._compat import _lightning, _modules
-from lightning_amp.casting import Choice, Rule, SharedCopies
+from lightning_amp.casting import Choice, Rule
 from lightning_amp.precision import _refusals
-from lightning_amp.precision._anomaly import AnomalyCheck
+from lightning_amp.precision._anomaly import run_checked
 from lightning_amp.precision._bypass import BYPASSED, ScalerByHand
 from lightning_amp.precision._clipping import FoldPlan
-from lightning_amp.precision._forward import ForwardContexts
+from lightning_amp.precision._forward import ForwardContexts, autocast
 from lightning_amp.precision._fp8 import Fp8
 from lightning_amp.scaling import (
     BackwardWatch,
@@ -80,6 +80,7 @@ class Run:
             evaluation,
             fp32_modules,
             plugin.forward_context,
+            module.trainer,
             autocast_stays=not {"forward_context", "autocast_context_manager"}.intersection(replaced),
         )
 
@@ -115,22 +116,17 @@ class Run:
 
     def go_on_in(self, training: Choice, evaluation: Choice, scaler: torch.amp.GradScaler | None) -> None:
         """Change the precision between two batches."""
-        self.forward.change(training, evaluation)
+        self.forward.training, self.forward.evaluation = training, evaluation
         if self.fit is not None:
             self.fit.change_scaler(scaler, mixed=training.mixed)
 
     def backward(self, run: Callable[..., None]) -> None:
         """Run a backward."""
-        # modules that activation checkpointing calls again share the casts of their weights
-        with self.forward.fp8_layers, SharedCopies(self.forward.reused_weights):
-            try:
-                if self.fit is None:
-                    run()
-                else:
-                    self.fit.backward(run)
-            except (RuntimeError, TypeError) as error:
-                self.forward.annotate(error, "the backward")
-                raise
+        with self.forward.backward():
+            if self.fit is None:
+                run()
+            else:
+                self.fit.backward(run)
 
     def evaluation_step(self, module: nn.Module | None, step: str | None) -> contextlib.AbstractContextManager[None]:
         """Return the context of an evaluation step, or of a hook; see `AmpPrecision.evaluation_context`."""
@@ -142,8 +138,7 @@ class Run:
         """Return the forward context of a training step in this precision; an empty name is the present precision."""
         if precision in ("", self.forward.training.name):
             return self._plugin.forward_context()
-        with self.forward.pretending(Choice.of(precision)):
-            return self._plugin.forward_context()
+        return autocast(Choice.of(precision), self.forward.device_type)
 
     def fp8_on(self, module: nn.Module, precision: str) -> contextlib.AbstractContextManager[None]:
         """Return the context of a copy's fp8 layers in a training step of this precision.
@@ -209,7 +204,7 @@ class Fit:
         )
         self.protection = SkipProtection(module, run.named_buffers, on=self.steps.skips)
         self.fold_plan = FoldPlan(module, own_norm)
-        self._anomaly: AnomalyCheck | None = None
+        self._checked: Tensor | None = None  # a loss whose backward is checked for anomalies
         # the first step shows whether parameters become half precision
         self._may_turn_half = run.forward.training.mixed
         self._compiling = _modules.CompiledBackwardWithoutAutocast()
@@ -268,7 +263,7 @@ class Fit:
         self._note_backward()
         scaled = self.steps.scale_loss(loss)
         if self.steps.scaler is not None and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-            self._anomaly = AnomalyCheck(loss)
+            self._checked = loss
         return scaled
 
     def _note_backward(self) -> None:
@@ -277,15 +272,13 @@ class Fit:
 
     def backward(self, run: Callable[..., None]) -> None:
         """Run a backward of a scaled loss."""
-        anomaly, self._anomaly = self._anomaly, None
+        checked, self._checked = self._checked, None
         self.steps.gradients.begin_backward()
         try:
-            if anomaly is None:
+            if checked is None:
                 run()
             else:
-                with anomaly:
-                    run(retain_graph=True)
-                anomaly.check(self._module)
+                run_checked(run, checked, self._module)
         finally:
             self.steps.gradients.end_backward()
 

@@ -138,6 +138,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
     # The methods of `FSDPPrecision` would make parameters, inputs and outputs half precision.
     tensor_init_context = Precision.tensor_init_context
     module_init_context = Precision.module_init_context
+    convert_input = Precision.convert_input
     convert_output = Precision.convert_output
 
     @override
