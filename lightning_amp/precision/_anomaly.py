@@ -14,8 +14,8 @@ def run_checked(run: Callable[..., None], loss: Tensor, module: nn.Module) -> No
     """Run the backward of a scaled loss, which may overflow, and then check whether the true backward is finite.
 
     The scaled backward runs without the check for NaN, and still records traces. If it leaves non-finite gradients, the
-    true `loss` is differentiated again with the check. A real anomaly raises torch's own `RuntimeError`, with its trace.
-    After an overflow the step is skipped as usual.
+    true `loss` is differentiated again with the check. A real anomaly raises torch's own `RuntimeError`, with its
+    trace. After an overflow the step is skipped as usual.
 
     Cost: the graph is kept, each backward reads a flag, and a second backward runs after an overflow.
     """

@@ -42,7 +42,7 @@ def refuse_half_parameters(module: nn.Module, choice: Choice, advice: Callable[[
     if half := _upcast_parameters.trained_in_half(module):
         raise ValueError(
             f"lightning_amp: precision {choice.name!r} cannot train this module: trainable parameters are"
-            f" {' and '.join(sorted(set(half.values())))}: {_names([*half])}. Mixed precision keeps float32 parameters,"
+            f" {_upcast_parameters.dtypes(half)}: {_names([*half])}. Mixed precision keeps float32 parameters,"
             f" because in half precision most small updates are rounded away. {advice([*half])}."
         )
 

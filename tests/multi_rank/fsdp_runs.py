@@ -112,8 +112,8 @@ class Runs:
     def name_the_line_for_half_parameters(self) -> None:
         for rank in self.ranks:
             automatic, by_hand = rank["half loaded"]
-            assert "Write `self.net.float()` at the end of `__init__`, or at the start of `configure" in automatic
-            assert "Write `self.net.float()` at the start of `configure_model`, before wrapping" in by_hand
+            assert "Write `self.net.float()` at the start of `configure_model`, before" in automatic
+            assert "Write `self.net.float()` at the start of `configure_model`, before" in by_hand
 
     def may_gather_half_parameters(self) -> None:
         seen = self.ranks[0]["half parameters"]
