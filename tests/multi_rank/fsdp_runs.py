@@ -120,7 +120,7 @@ class Runs:
         assert seen["seen"] == ("torch.float32", "torch.bfloat16")  # the batch, a weight
         assert {value.dtype for value in seen["weights"].values()} == {torch.float32}
         for argument in ("fp32_modules", "eval_precision", "precision"):
-            assert f"which `{argument}` asks for" in seen[argument]
+            assert "gathers parameters in torch.bfloat16, so that nothing can compute in fp32" in seen[argument]
 
 
 CHECKS = (
