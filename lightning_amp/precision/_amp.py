@@ -195,11 +195,10 @@ class AmpPrecision(StepCounts, MixedPrecision):
             self._fp8_layers = run.fp8.layers
         if fitting:
             skips = self.skip_nonfinite or (self.scaler is not None and self.scaler.is_enabled())
-            given, fp8 = self._settings.given_scaler, [] if run.fp8 is None else [run.fp8.summary]
-            resumes, buffers = trainer.ckpt_path is not None, len(run.named_buffers)
-            say(
-                first_line([run.forward], why, self.scaler, given, skips, fp8=fp8, resumes=resumes, num_buffers=buffers)
-            )
+            given, resumes = self._settings.given_scaler, trainer.ckpt_path is not None
+            fp8, buffers = [] if run.fp8 is None else [run.fp8.summary], len(run.named_buffers)
+            lines = first_line([run.forward], why, self.scaler, given, skips, resumes, fp8, buffers)
+            say(lines)
         elif why:
             say([f"lightning_amp: {precision_on(training, self.device, why)}."])
         return module

@@ -20,7 +20,6 @@ def first_line(
     scaler: torch.amp.GradScaler | None,
     given_scaler: torch.amp.GradScaler | None,
     skips: bool,
-    *,
     resumes: bool = False,
     fp8: Iterable[str] = (),
     num_buffers: int = 0,

@@ -112,6 +112,9 @@ class Run:
         """If this run is a fit, begin it with the user's unwrapped optimizers."""
         if not self.fitting:
             return
+        if self.steps is not None:
+            self.steps.close()
+            self.protection.detach()
         several = self.module.trainer.world_size > 1 and torch.distributed.is_initialized()
         self.steps = OptimizerSteps(
             scaler,
@@ -263,6 +266,8 @@ class Run:
                 self.steps.end_round()
             log.flush()
             if not interrupted:
+                if self.steps is not None:
+                    self.steps.release()
                 self._warn_of_lost_steps(log)
                 self.forward.finish()
                 if self.fp8 is not None:

@@ -107,12 +107,12 @@ class Heads(Toy):
         (
             "fp16",
             {"scaler": torch.amp.GradScaler(DEVICE, init_scale=2.0**11), "fp32_modules": ["net.0"]},
-            "loss scale 2**11 (GradScaler), 1 module in fp32; non-finite steps are skipped",
+            "loss scale 2**11 (dynamic), 1 module in fp32; non-finite steps are skipped",
         ),
         (
             "fp16",
             {"scaler": torch.amp.GradScaler(DEVICE, enabled=False), "skip_nonfinite": False},
-            "no loss scale (GradScaler, disabled); non-finite steps are taken",
+            "no loss scale (DynamicLossScaler, disabled); non-finite steps are taken",
         ),
         ("bf16", {"eval_precision": "fp32"}, "evaluation in fp32; non-finite steps are skipped"),
         ("fp32", {"skip_nonfinite": False}, "no autocast; non-finite steps are taken"),
