@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import final
 
-from lightning_amp._compat import _modules, _sharding, _torch
+from lightning_amp._compat import _modules
 from lightning_amp._containers import replace
 from lightning_amp.casting import (
     Choice,
@@ -62,7 +63,7 @@ class FabricModules:
         self._rules, self._buffer_rules, self._fp8_recipe = fp32_modules, restore_buffers, fp8_recipe
         self.forwards: list[ForwardContexts] = []
         self._buffers: list[KeptBuffers] = []
-        self._window_is_open = self._looked = False
+        self._window_is_open = False
         self._compiling = _modules.CompiledBackwardWithoutAutocast()
 
     @property
@@ -145,16 +146,6 @@ class FabricModules:
         around = [context for forward in self.forwards for context in forward.around(step)]
         return Together([self._compiling, *around, *inside], end)
 
-    def leaves(self, loss: Tensor) -> list[Any]:
-        """Return the leaves below the first loss, which may belong to modules that were not set up; then nothing.
-
-        Sharded modules gather their parameters for the forward, so that the leaves are not those of the optimizer.
-        """
-        if self._looked or any(_sharding.is_sharded_module(module) for module in self.modules):
-            return []
-        self._looked = True
-        return _torch.leaves(loss)
-
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def note_backward(self) -> None:
@@ -162,7 +153,7 @@ class FabricModules:
         for buffers in self._buffers:
             buffers.note_backward()
 
-    def observe(self, result: StepResult) -> None:
+    def observe(self, optimizer: Optimizer, result: StepResult) -> None:
         """Restore buffers if the step was skipped."""
         self._window_is_open = False
         for buffers in self._buffers:

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp.scaling._records import Skip
+from lightning_amp.scaling._scalars import Skip
 
 _MAX_SKIPS = 64
 """Number of outcomes after which a tally combines them on the device."""
