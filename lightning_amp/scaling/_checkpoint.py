@@ -77,10 +77,9 @@ class Saved:
 
 
 def _is_step(value: Any) -> bool:
-    try:
-        index, optimizer, scale, following, skipped, reason, precision = [*value, ""][:7]  # an older one has six
-    except (TypeError, ValueError):
+    if not isinstance(value, (list, tuple)) or len(value) not in (6, 7):
         return False
+    index, optimizer, scale, following, skipped, reason, precision = [*value, ""][:7]  # an older one has six
     whole, numbers = is_count(index, 0) and is_count(optimizer, 0), is_number(scale) and is_number(following)
     words = reason in get_args(StepReason) and precision in get_args(StepPrecision)
     return whole and numbers and isinstance(skipped, bool) and words
