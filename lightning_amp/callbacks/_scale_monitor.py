@@ -16,9 +16,9 @@ from typing_extensions import final, override
 from lightning_amp import _messages
 from lightning_amp._arguments import require_count, require_number
 from lightning_amp._compat import _lightning, _torch
+from lightning_amp._files import child, location
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._text import exact
-from lightning_amp._urls import child, location
 from lightning_amp.callbacks._trainers import is_log_point, log_metrics, require_lightning_trainer
 from lightning_amp.findings import StepRecord
 from lightning_amp.precision import AmpPrecision

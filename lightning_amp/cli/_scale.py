@@ -8,8 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_amp._files import child, is_url, location
 from lightning_amp._text import exact, literal, percent, span
-from lightning_amp._urls import child, is_url, location
 from lightning_amp.cli._errors import UsageError
 from lightning_amp.cli._output import WIDEST, json_writer, output_width, paragraph, require_extra, table
 from lightning_amp.cli._runner import Command, Outcome, Request
