@@ -201,8 +201,6 @@ class CommonScale:
         """Return whether the scale may be so small that unscaling takes a finite value out of range."""
         if not isinstance(self.scaler, DynamicLossScaler):
             return True
-        if _torch.is_capturing():  # the scale at a later replay of the graph is not known yet
-            return self.scaler.min_scale < 1
         # The host has the exact scale if it reads the flag of each step, otherwise the scale of the latest read-back.
         scale = self._first_scale  # a record from before a resume may be of another precision
         if self._log.last is not None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import final
 
-from lightning_amp._compat import _torch
 from lightning_amp.findings import StepPrecision, StepReason, StepRecord
 from lightning_amp.numerics import nonfinite
 from lightning_amp.scaling import _scalars, _stuck
@@ -324,9 +323,6 @@ class RecordLog:
         if not self._in_batch:
             return
         at_once = any(s.at_once for s in self.subscriptions)
-        # a later batch reads the records; with `at_once`, CUDA raises its own error
-        if _torch.is_capturing() and not at_once:
-            return
         self._in_batch = False
         limit = self._max_consecutive_skips
         stuck = limit is not None and self._known_streak >= limit

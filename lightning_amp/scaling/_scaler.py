@@ -245,8 +245,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
             new_allowance = torch.where(grew, self.hysteresis, new_allowance)
             if held is not None:
                 new_allowance = torch.where(held.bool(), allowance, new_allowance)
-            # written in place, because a CUDA graph may have captured this tensor
-            self._allowance = allowance.copy_(new_allowance)
+            self._allowance = new_allowance
         new_scale.clamp_(self.min_scale, self.max_scale)
         if held is not None:
             stays = held if held.dtype == torch.bool else held > 0

@@ -10,7 +10,6 @@ import pytest
 import torch
 from support import CountReads
 
-from lightning_amp._compat import _torch
 from lightning_amp.findings import StepRecord
 from lightning_amp.scaling import RecordLog, Skip, StepResult, Subscription, _records
 
@@ -262,13 +261,3 @@ def test_the_error_repeats_a_cause_that_was_found(cause: str) -> None:
     assert asked == [1]
     assert str(error.value).endswith(cause or "to see whether it happens there too.")
     assert "Attach" not in str(error.value)
-
-
-def test_nothing_is_read_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, blocks = RecordLog(block=2), list[list[StepRecord]]()
-    log.subscribe(blocks.append)
-    for i in range(4):
-        monkeypatch.setattr(_torch, "is_capturing", lambda captured=i in {1, 2}: captured)
-        note(log, 0, scalar(8.0), Skip(scalar(0.0)), scalar(1.0))
-        log.close_batch(scalar(4.0))
-    assert [len(block) for block in blocks] == [4]
