@@ -28,6 +28,7 @@ from typing_extensions import final
 from lightning_amp._compat import _lightning, _modules, _sharding
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.shadow._failures import is_out_of_memory
+from lightning_amp.shadow._fsdp2 import shared_internals
 from lightning_amp.shadow._not_copied import NotCopied, Permission
 from lightning_amp.shadow._rebinding import MAPPINGS, rebind_closures
 
@@ -93,7 +94,7 @@ def copy_attributes(module: nn.Module, model: nn.Module, memo: dict[int, Any], *
     """
     copier = _Copier(memo, in_fp32)
     named = [(name, one) for name, one in module.named_modules() if not _sharding.is_wrapper(one)]
-    shared = [*module.modules(), *module.parameters(), *_sharding.shared_internals(model)]
+    shared = [*module.modules(), *module.parameters(), *shared_internals(model)]
     memo.update({id(one): one for one in shared})
     with torch.inference_mode(False), torch.no_grad():
         copier.share(module)
