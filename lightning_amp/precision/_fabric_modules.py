@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp._compat import _modules, _sharding, _torch
@@ -108,9 +109,8 @@ class FabricModules:
                 reused.activate()
             self._reused.append(reused)
             if self.skips:
-                kept = KeptBuffers(norm_places(module), counted=True)
-                named = KeptBuffers(matching_places(module, its_buffers), counted=False)
-                self._buffers += filter(None, (kept, named))
+                both = (norm_places(module), True), (matching_places(module, its_buffers), False)
+                self._buffers += [KeptBuffers(module, found, counted=counted) for found, counted in both if found]
         self._fp8 += fp8
         self.modules += modules
         for stage in ("training_step", "validation_step", None):
@@ -188,11 +188,11 @@ class FabricModules:
         for buffers in self._buffers:
             buffers.note_backward()
 
-    def observe(self, result: StepResult) -> None:
+    def observe(self, optimizer: Optimizer, result: StepResult) -> None:
         """Restore buffers if the step was skipped."""
         self._window_is_open = False
         for buffers in self._buffers:
-            buffers.observe(result, inside_step=False)
+            buffers.observe(optimizer, result, inside_step=False)
 
     def forget(self) -> None:
         """Drop half-precision copies of weights, which have moved."""

@@ -5,7 +5,7 @@ from lightning_amp.scaling._bypassed_steps import Advice, BypassedSteps
 from lightning_amp.scaling._derivative_scale import DerivativeScale
 from lightning_amp.scaling._gradient_state import Scaled, Unscaled
 from lightning_amp.scaling._gradients import HalfGradientsError, has_gradients, parameters
-from lightning_amp.scaling._guards import HeldSchedule, Tally
+from lightning_amp.scaling._holds import Hold
 from lightning_amp.scaling._ledger import Ledger, enabled
 from lightning_amp.scaling._policy_replay import ReplayedRun, replay_policy, scaler_of_policy
 from lightning_amp.scaling._records import RecordLog, Skip, StepResult, Subscription
@@ -22,7 +22,7 @@ __all__ = [
     "DerivativeScale",
     "DynamicLossScaler",
     "HalfGradientsError",
-    "HeldSchedule",
+    "Hold",
     "Ledger",
     "OptimizerSteps",
     "RecordLog",
@@ -34,7 +34,6 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "Subscription",
-    "Tally",
     "Unscaled",
     "check_scaler_state",
     "enabled",

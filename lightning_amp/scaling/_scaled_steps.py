@@ -23,7 +23,7 @@ from lightning_amp.scaling._backward_watch import BackwardWatch
 from lightning_amp.scaling._bypassed_steps import Advice, BypassedSteps
 from lightning_amp.scaling._gradient_state import UNCHECKED, GradientState, Scaled
 from lightning_amp.scaling._gradients import parameters
-from lightning_amp.scaling._guards import HeldSchedule, Tally, hold_calls
+from lightning_amp.scaling._holds import Hold
 from lightning_amp.scaling._ledger import Ledger, enabled
 from lightning_amp.scaling._records import RecordLog, StepResult, merge_losses
 from lightning_amp.scaling._scaler import DynamicLossScaler
@@ -47,7 +47,7 @@ class Observer(Protocol):
     def note_backward(self) -> None:
         """Handle a backward that is about to begin."""
 
-    def observe(self, result: StepResult) -> None:
+    def observe(self, optimizer: Optimizer, result: StepResult) -> None:
         """Handle a step."""
 
 
@@ -130,8 +130,7 @@ class ScaledSteps:
         self._loss: Tensor | None = None  # of the backwards so far, for optimizers that are not known yet
         self._latest: StepResult | None = None
         self._noted: list[tuple[StepResult, Callable[[], Any]]] = []
-        self._tallies: list[Tally] = []
-        self._schedules: list[HeldSchedule] = []
+        self._holds: list[Hold] = []
 
     def expect(self, others: Iterable[Any], device: torch.device, *observers: Observer) -> None:
         """Record parameters that optimizers are to come for, and the device on which all ranks agree."""
@@ -280,9 +279,9 @@ class ScaledSteps:
             )
         self._latest, self._loss = result, None
         for observer in self._observers:
-            observer.observe(result)
-        for tally in self._tallies:
-            tally.observe(optimizer, result.skip)
+            observer.observe(optimizer, result)
+        for hold in self._holds:
+            hold.observe(optimizer, result.skip)
         self._round.add(id(optimizer))
         if len(self._round) >= steps.gradients.num_optimizers:
             self._end_round()
@@ -343,7 +342,7 @@ class ScaledSteps:
     def guard(self, target: Target, *methods: str) -> Target:
         """Have a schedule or an average skip with the steps, and return it.
 
-        Its methods do nothing if all optimizer steps since their last call were skipped.
+        Its methods do nothing if all optimizer steps since the last call that ran were skipped.
 
         Args:
             target: An LR scheduler, a `torch.optim.swa_utils.AveragedModel`, or any other object.
@@ -351,22 +350,17 @@ class ScaledSteps:
 
         Cost: nothing for a scheduler; calls of other objects wait for the device.
         """
-        if isinstance(target, LRScheduler) and methods in ((), ("step",)):
-            tally = Tally(target, _torch.unwrap_optimizer(target.optimizer))
-            self._schedules.append(HeldSchedule(target, tally))
-        else:
-            methods = methods or (("update_parameters",) if isinstance(target, AveragedModel) else ())
-            missing = [name for name in methods if not callable(getattr(target, name, None))]
-            if missing or not methods:
-                kind = type(target).__name__
-                raise ValueError(
-                    f"`{kind}` has no method {missing[0]!r} to guard."
-                    if missing
-                    else f"Name the method of `{kind}` that belongs to a step: `guard(ema, 'update')`."
-                )
-            tally = Tally(target, None)
-            hold_calls(target, methods, tally)
-        self._tallies.append(tally)
+        if not methods and isinstance(target, (LRScheduler, AveragedModel)):
+            methods = ("step" if isinstance(target, LRScheduler) else "update_parameters",)
+        missing = [name for name in methods if not callable(getattr(target, name, None))]
+        if missing or not methods:
+            kind = type(target).__name__
+            raise ValueError(
+                f"`{kind}` has no method {missing[0]!r} to guard."
+                if missing
+                else f"Name the method of `{kind}` that belongs to a step: `guard(ema, 'update')`."
+            )
+        self._holds.append(Hold(target, methods))
         return target
 
     def _make_noted_calls(self, optimizer: Optimizer | None = None) -> None:
@@ -374,9 +368,9 @@ class ScaledSteps:
         for result, call in noted:
             if not result.skip.wait():
                 call()
-        for schedule in self._schedules:
-            if optimizer is None or schedule.optimizer is optimizer:
-                schedule.resolve()
+        for hold in self._holds:
+            if optimizer is None or hold.optimizer is optimizer:
+                hold.resolve()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -1,46 +1,71 @@
 """Restore buffers after a skipped step: normalisation statistics, and the buffers in `restore_buffers`.
 
-A forward that overflows would leave inf or NaN in BatchNorm's running mean forever. A window begins after each
-attempted step, so with accumulation it has several batches. Its buffers are copied when it opens (one copy for all
-buffers of a dtype), and restored if its step is skipped.
+A forward that overflows would leave inf or NaN in BatchNorm's running mean forever. A window begins with the first
+training step after an attempted optimizer step, so with accumulation it has several batches. The buffers are copied
+when it begins, and restored if its step is skipped.
+
+If several optimizers step after the same forwards, they share a window. A skipped step then restores only the buffers
+of its own layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import final
 
-from lightning_amp._compat import _modules
+from lightning_amp._compat import _modules, _torch
 from lightning_amp.numerics import all_finite
-from lightning_amp.scaling import StepResult
+from lightning_amp.scaling import Skip, StepResult
 from lightning_amp.skipped_steps._named_buffers import BufferPlace
-from lightning_amp.skipped_steps._snapshots import Buffers, Snapshot
 
 
 @final
-@dataclass(frozen=True)
-class _Closed:
-    """No window: no training step has begun since the last attempt, or no optimizer step will follow.
+class _Snapshot:
+    """The tensors of some places at one time, and copies of their values: one flat tensor per device and dtype."""
 
-    `snapshot` equals the current values if no code has changed them since it was taken.
-    """
+    def __init__(self, places: Sequence[BufferPlace]) -> None:
+        # read again each time, because SWA's BatchNorm update and user code replace the tensors
+        self.tensors = [place.read() for place in places]
+        self.version = _version(self.tensors)
+        groups: dict[Any, list[int]] = {}
+        for i, tensor in enumerate(self.tensors):
+            if tensor is not None:
+                groups.setdefault((tensor.device, tensor.dtype), []).append(i)
+        with torch.no_grad():
+            self._flats = [(each, torch.cat([t.reshape(-1) for t in self._of(each)])) for each in groups.values()]
 
-    snapshot: Snapshot | None = None
+    def _of(self, indices: Iterable[int]) -> list[Tensor]:
+        return [tensor for i in indices if (tensor := self.tensors[i]) is not None]
+
+    def copies(self, part: Collection[int] | None = None) -> list[tuple[list[int], Tensor]]:
+        """Return flat copies, with the buffers that each holds: one for each buffer of a part, or few for all."""
+        if part is None:
+            return self._flats
+        split = [(indices, flat.split([t.numel() for t in self._of(indices)])) for indices, flat in self._flats]
+        return [([i], copy) for each in split for i, copy in zip(*each, strict=True) if i in part]
+
+    def write(self, indices: list[int], flat: Tensor, *, unseen: bool) -> None:
+        """Write values into the tensors, `unseen` by autograd or not."""
+        tensors = self._of(indices)
+        values = [v.view(t.shape) for v, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+        _torch.foreach_copy_([t.data for t in tensors] if unseen else tensors, values)
 
 
 @final
-@dataclass(frozen=True)
-class _Open:
-    """An open window, with the values from before the window.
+class _Window:
+    """The optimizers that have stepped after the same forwards. `after`: what these forwards left in the buffers."""
 
-    `will_step`: the window had a backward, so an optimizer step will follow.
-    """
-
-    snapshot: Snapshot
-    will_step: bool = False
+    def __init__(self, before: _Snapshot) -> None:
+        self.before = before
+        self.after: _Snapshot | None = None
+        self.results: dict[Optimizer, StepResult] = {}
 
 
 @final
@@ -48,106 +73,141 @@ class KeptBuffers:
     """Buffers of one kind. Their values are the same as in a run without the batches of skipped steps.
 
     `counted`: each write moves autograd's version counter, as in torch's own layers. User code may also write through
-    `.data`, which does not change the counter.
+    `.data`, which does not change the counter. Autograd does not see that counted buffers are restored: the forward of
+    a normalisation layer in training mode saves its running statistics, and its backward does not read them. A restore
+    that is seen would make the backward of a GAN's generator fail after the discriminator's step was skipped.
     """
 
-    def __init__(self, places: Sequence[BufferPlace], *, counted: bool) -> None:
-        self._places, self._counted = places, counted
-        self._window: _Closed | _Open = _Closed()
-        self._had_backward = False  # whether this training step had a backward
-        # the values of the last attempt, and the version after it
-        self._last_attempt: tuple[Snapshot, int] | None = None
-        self._spare: Snapshot | None = None  # is not needed any more; its memory is reused
-
-    def __bool__(self) -> bool:
-        return bool(self._places)
+    def __init__(self, root: nn.Module, places: Sequence[BufferPlace], *, counted: bool) -> None:
+        self._root, self._places, self._counted = root, places, counted
+        self._parts: dict[tuple[Optimizer, ...], list[tuple[Collection[int] | None, Collection[Optimizer]]]] = {}
+        self._before: _Snapshot | None = None  # the buffers before the open window; `None` if none is open
+        self._latest: _Window | None = None  # the window of the last attempt
+        self._version = 0  # after that attempt
+        self._entered = False  # whether a training step has begun since
+        self._will_step = False  # whether the open window had a backward, so that an optimizer step will follow
+        self._had_backward = False  # whether this training step had one
 
     def enter_step(self) -> None:
         """Copy the buffers if a window opens with this training step."""
         self.settle()  # the previous step, if it had no backward, because no flag will show whether it was finite
-        if isinstance(self._window, _Closed):
-            self._window = _Open(self._snapshot_now(self._window.snapshot))
-        self._had_backward = False
+        if self._before is None:
+            self._before = _Snapshot(self._places)
+        self._entered, self._had_backward = True, False
 
     def note_backward(self) -> None:
         """Record that the training step had a backward."""
-        self._had_backward = True
-        if isinstance(self._window, _Open) and not self._window.will_step:
-            self._window = _Open(self._window.snapshot, will_step=True)
+        self._had_backward = self._will_step = True
 
     def settle(self) -> None:
         """Restore the buffers if a step without a backward left non-finite values (SWA's BatchNorm pass)."""
-        window = self._window
-        if isinstance(window, _Closed) or self._had_backward:
+        before = self._before
+        if before is None or self._had_backward:
             return
-        written = not self._counted or _version(self._buffers()) != window.snapshot.version
-        if written:
-            window.snapshot.restore_unless_finite(self._places)
-        if not window.will_step:
-            self._window = _Closed(None if written else window.snapshot)
+        if not self._counted or before.version != self._version_now():
+            after = _Snapshot(self._places)
+            fine, bad = (all_finite(copy for _, copy in each.copies()) for each in (before, after))
+            self._choose(before, after, None, Skip(fine & bad.logical_not()))
+        if not self._will_step:
+            self._before = None
 
     def mend(self, state_dict: dict[str, Any]) -> None:
         """Replace non-finite values of an overflow in a checkpoint; see `SkipProtection.mend`."""
-        if isinstance(self._window, _Closed):
+        if self._before is None:
             return
-        snapshot = self._window.snapshot
         names = [place.qualified for place in self._places]
-        entries = [state_dict.get(name) for name in names]  # some buffers are not saved
-        if all_finite(e for e in entries if e is not None) or not snapshot.is_finite():
+        saved = [state_dict[name] for name in names if state_dict.get(name) is not None]  # some buffers are not saved
+        if all_finite(saved) or not all_finite(copy for _, copy in self._before.copies()):
             return
-        for name, entry, value in zip(names, entries, snapshot.copies(), strict=True):
-            if entry is not None and value is not None and entry.shape == value.shape:
-                state_dict[name] = value
+        for [i], copy in self._before.copies(range(len(names))):
+            entry, before = state_dict.get(names[i]), self._before.tensors[i]
+            if entry is not None and before is not None and entry.shape == before.shape:
+                state_dict[names[i]] = copy.view(entry.shape).clone()
 
-    def observe(self, result: StepResult, inside_step: bool) -> None:
+    def observe(self, optimizer: Optimizer, result: StepResult, inside_step: bool) -> None:
         """Restore buffers if the step was skipped. `inside_step`: more forwards may follow in this training step."""
-        skip = result.skip
-        if not skip.known:
-            self.settle()  # without a new backward, the flag is not about the last forward
-        basis = self._basis()
-        if basis is None:
+        window = self._latest
+        if window is None or not self._is_shared(window, optimizer):
+            if not result.skip.known:
+                self.settle()  # without a new backward, the flag is not about the last forward
+            window = self._latest = None if self._before is None else _Window(self._before)
+        if window is not None:
+            window.results[optimizer] = result
+            self._restore(window)
+        self._version = self._version_now()
+        self._entered = self._will_step = self._had_backward = False
+        self._before = _Snapshot(self._places) if inside_step else None
+
+    def _is_shared(self, window: _Window, optimizer: Optimizer) -> bool:
+        """Return whether no forward has run since the last attempt, as in the order backward, backward, step, step."""
+        same_step = not self._will_step or (self._counted and not self._entered)
+        return same_step and optimizer not in window.results and self._version == self._version_now()
+
+    @torch.no_grad()
+    def _restore(self, window: _Window) -> None:
+        """Give each buffer the value that follows from all steps of the window so far."""
+        results = window.results
+        doubt = reduce(or_, (skip for result in results.values() for skip in (result.skip, result.bad_loss)))
+        if window.after is None:
+            if doubt.known is False:
+                return
+            window.after = _Snapshot(self._places)
+        for part, owners in self._parts_of(tuple(results)):
+            skip = reduce(or_, (results[owner].skip for owner in owners))
+            floating = [copy for _, copy in window.after.copies(part) if copy.is_floating_point()]
+            if floating and not skip.known and doubt.known is not False:  # NaN would stay in the buffers forever
+                bad = all_finite(floating).logical_not()
+                skip |= Skip(bad & (doubt.flag(bad.device) > 0))
+            self._choose(window.before, window.after, part, skip)
+
+    @torch.no_grad()
+    def _choose(self, before: _Snapshot, after: _Snapshot, part: Collection[int] | None, skip: Skip) -> None:
+        """Give a part of the buffers their values `before` if `skip`, else those `after`.
+
+        The device decides. The host waits for the flag only if a tensor was replaced.
+        """
+        where = range(len(self._places)) if part is None else part
+        if skip.known is None and all(before.tensors[i] is after.tensors[i] for i in where):
+            for (indices, old), (_, new) in zip(before.copies(part), after.copies(part), strict=True):
+                # `where`, not `lerp`: NaN times 0 is NaN
+                values = torch.where(skip.flag(old.device) > 0, old, new)
+                before.write(indices, values, unseen=self._counted)
             return
-        if skip.known:
-            basis.restore(self._places)
-        else:  # the step was applied since its gradients were repaired, but NaN would stay in the buffers forever
-            bad_loss = result.bad_loss
-            if skip.known is None or bad_loss.known is None:
-                basis.restore_where(self._places, skip, bad_loss)
-            elif bad_loss.known:
-                basis.restore_unless_finite(self._places)
-        if self._last_attempt is not None and self._last_attempt[0] is not basis:
-            self._spare = self._last_attempt[0]
-        self._last_attempt = basis, _version(self._buffers())
-        self._had_backward = False
-        self._window = _Open(self._snapshot_now()) if inside_step else _Closed()
+        chosen = before if skip.wait() else after
+        for i in where:
+            if self._places[i].read() is not chosen.tensors[i]:
+                self._places[i].write(chosen.tensors[i])
+        for indices, values in chosen.copies(part):
+            chosen.write(indices, values, unseen=self._counted)
 
-    def _basis(self) -> Snapshot | None:
-        """Return the values from before the forward that belongs to this step; `None` if they are not known."""
-        if self._last_attempt is not None and (self._counted or not self._had_backward):
-            basis, version = self._last_attempt
-            # no forward has run since, as in the order backward, backward, step, step
-            if version == _version(self._buffers()):
-                return basis
-        return self._window.snapshot
+    def _parts_of(
+        self, optimizers: tuple[Optimizer, ...]
+    ) -> list[tuple[Collection[int] | None, Collection[Optimizer]]]:
+        """Return parts of the buffers, each with its optimizers: those of the parameters that are next in the tree."""
+        if len(optimizers) == 1:
+            return [(None, optimizers)]
+        if optimizers not in self._parts:
+            below: dict[str, set[Optimizer]] = {}
+            owners = [(o, {id(p) for group in o.param_groups for p in group["params"]}) for o in optimizers]
+            for name, parameter in self._root.named_parameters(remove_duplicate=False):
+                for prefix in _prefixes(name):
+                    below.setdefault(prefix, set()).update(o for o, theirs in owners if id(parameter) in theirs)
+            parts: dict[frozenset[Optimizer], set[int]] = {}
+            for i, place in enumerate(self._places):
+                nearest = next((below[prefix] for prefix in _prefixes(place.qualified) if below.get(prefix)), optimizers)
+                parts.setdefault(frozenset(nearest), set()).add(i)
+            self._parts[optimizers] = [(part if len(parts) > 1 else None, theirs) for theirs, part in parts.items()]
+        return self._parts[optimizers]
 
-    def _snapshot_now(self, kept: Snapshot | None = None) -> Snapshot:
-        """Return a copy of the current values. Reuse `kept`, or its memory, if possible."""
-        buffers = self._buffers()
-        version = _version(buffers)
-        if kept is not None and kept.version == version and self._counted:
-            return kept
-        if kept is None:
-            kept, self._spare = self._spare, None
-        if kept is None or not kept.is_of(buffers):
-            kept = Snapshot(buffers, is_unseen=self._counted)
-        kept.take(version)
-        return kept
-
-    def _buffers(self) -> Buffers:
-        # read again each time, because SWA's BatchNorm update and user code replace the tensors
-        return [place.read() for place in self._places]
+    def _version_now(self) -> int:
+        return _version([place.read() for place in self._places])
 
 
-def _version(buffers: Buffers) -> int:
-    """Return a number that increases with every in-place change of any buffer, and changes if a buffer is replaced."""
-    return sum(_modules.version(b) for b in buffers if b is not None) + sum(map(id, buffers))
+def _version(tensors: Sequence[Tensor | None]) -> int:
+    """Return a number that increases with every in-place change of any tensor, and changes if a tensor is replaced."""
+    return sum(_modules.version(t) for t in tensors if t is not None) + sum(map(id, tensors))
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return the names of the modules around a parameter or buffer, the nearest first."""
+    return [name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1)] + [""]

@@ -26,7 +26,7 @@ class Loop:
         self.module = nn.Sequential(nn.BatchNorm1d(2, momentum=0.5))
         self.module.register_buffer("queue", torch.zeros(2))
         named = matching_places(self.module, ["queue"])
-        self.kinds = [KeptBuffers(norm_places(self.module), counted=True), KeptBuffers(named, counted=False)]
+        self.kinds = [KeptBuffers(self.module, norm_places(self.module), counted=True), KeptBuffers(self.module, named, counted=False)]
 
     def batch(self, value: float, *, backward: bool = True) -> None:
         for kept in self.kinds:
@@ -57,7 +57,7 @@ class Loop:
     def step(self, skip: Skip | bool = False, loss: float = 1.0, inside_step: bool = False) -> None:
         skip = skip if isinstance(skip, Skip) else Skip.YES if skip else Skip.NO
         for kept in self.kinds:
-            kept.observe(StepResult(skip, torch.tensor(loss)), inside_step)
+            kept.observe(None, StepResult(skip, torch.tensor(loss)), inside_step)
 
     @property
     def seen(self) -> list[float]:
