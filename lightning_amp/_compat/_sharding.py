@@ -315,3 +315,19 @@ def counts_here(tensor: Tensor, model: nn.Module) -> bool:
 def _splits(placement: Any) -> bool:
     # FSDP2 above tensor parallelism has a placement that is no `Shard` in newer versions of torch
     return not placement.is_replicate() and not placement.is_partial()
+
+
+def unsynchronised_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients that FSDP2 keeps of backwards without synchronisation, for these sharded parameters.
+
+    A loss scale that moves in between has to rescale them. Remove when `FSDPModule` returns them.
+    """
+    from torch.distributed import _composable_state
+
+    mine = {id(parameter) for parameter in parameters}
+    states: list[Any] = [state() for state in _composable_state._module_state_mapping.values()]
+    groups = [g for s in states if hasattr(s, "_fsdp_param_group") for g in _param_groups(s)]
+    params = [param for group in groups for param in group.fsdp_params if id(param.sharded_param) in mine]
+    whole = [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in params]
+    kept = [*(param.unsharded_accumulated_grad for param in params), *whole]
+    return [local(gradient) for gradient in kept if gradient is not None]

@@ -24,16 +24,16 @@ from lightning_amp.findings import StepRecord
 from lightning_amp.precision import _refusals
 from lightning_amp.precision._fabric_modules import FabricModules, autocast, device_of
 from lightning_amp.precision._first_line import first_line, say
-from lightning_amp.precision._settings import Settings, pick_for_all_ranks
-from lightning_amp.scaling import Advice, RecordLog, Saved, ScaledSteps, enabled, parameters
+from lightning_amp.precision._settings import Settings
+from lightning_amp.scaling import Calls, DynamicLossScaler, RecordLog, ScaledSteps, parameters
 from lightning_amp.skipped_steps import checked_buffer_rules
 
 Target = TypeVar("Target")
 
-_IN_FABRIC = Advice(
+_IN_FABRIC = Calls(
     "Fabric",
-    "It was called inside the backward: call `optimizer.step()` after `fabric.backward(loss)`",
-    "Call `step()` of the optimizer that `fabric.setup` has returned",
+    "fabric.backward(loss)",
+    "`step()` of the optimizer that `fabric.setup` has returned",
     "Pass the optimizer to `fabric.setup(model, optimizer)`, or to `fabric.setup_optimizers`, and call `step()` of what"
     " it returns",
 )
@@ -71,7 +71,7 @@ class FabricAmpPrecision(Precision):
 
     Args:
         precision: See :class:`AmpPrecision`, also for the other arguments.
-        scaler: `None`, a `DynamicLossScaler`, any `torch.amp.GradScaler`, or a float.
+        scaler: `None`, a `DynamicLossScaler`, a `torch.amp.GradScaler`, whose settings are taken, or a float.
         fp32_modules: Rules on the modules that were set up, each with names of its own.
         skip_nonfinite: Skip steps with non-finite gradients in bf16 and fp32 too.
         restore_buffers: Rules for buffers that a skipped step restores.
@@ -114,14 +114,14 @@ class FabricAmpPrecision(Precision):
         self._set_up: FabricModules | None = None
         self._loaded: dict[str, Any] | None = None  # a checkpoint for "auto", from before the first forward
         self._first_line: Callable[..., str] | None = None
-        call, plugin = "fabric.backward(loss)", weakref.ref(self)
+        plugin = weakref.ref(self)
 
         def describe() -> str:
             modules = None if (this := plugin()) is None else this._set_up
             return "" if modules is None else _refusals.describe_nonfinite_gradients(*modules.modules)
 
         self._steps = ScaledSteps(scaler, skip_nonfinite=self.skip_nonfinite, process_group=self.process_group)
-        self._steps.begin_as(_IN_FABRIC, call, describe)
+        self._steps.begin_as(_IN_FABRIC, describe)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings and the scaler for a pickle or a deep copy, without the modules and steps."""
@@ -149,10 +149,10 @@ class FabricAmpPrecision(Precision):
         return self._settled().canonical
 
     def _settled(self) -> Choice:
-        return self._choice or Choice.by_instructions(torch.device(self.device))[0]
+        return self._choice or Choice.pick(torch.device(self.device))[0]
 
     @property
-    def scaler(self) -> torch.amp.GradScaler | None:
+    def scaler(self) -> DynamicLossScaler | None:
         """Return the loss scaler; `None` without loss scaling."""
         return self._steps.scaler
 
@@ -227,25 +227,25 @@ class FabricAmpPrecision(Precision):
                 raise RuntimeError(f"`{self!r}` has no module yet: call `model, optimizer = fabric.setup(...)` first.")
             modules = self._set_up = modules or self._begin(device_of(self._new, self.device))
             modules.add(self._new)
-            self._steps.expect((p for m in self._new for p in m.parameters()), modules.device)
+            self._steps.expect(p for m in self._new for p in m.parameters())
             self._new = []
             self._say_first_line(modules)
         return modules
 
     def _begin(self, device: torch.device) -> FabricModules:
         self.device = device.type
-        choice, why = self._settings.choose(device, lambda: self._pick(device))
-        scaler = self._settings.next_scaler(choice, self._steps.scaler, device.type)
+        choice, _, why = self._settings.choose(device, self.process_group)
+        scaler = self._settings.scaler(choice, device.type)
         modules = FabricModules(
             choice, device, self.fp32_modules, self.restore_buffers, self.fp8_recipe,
-            skips=self.skip_nonfinite or enabled(scaler) is not None,
+            skips=self.skip_nonfinite or (scaler is not None and scaler.is_enabled()),
         )  # fmt: skip
         self._choice = choice
         self._steps.go_on_in(choice.name, scaler)
-        self._steps.expect((), device, modules)
+        self._steps.serve(device, modules)
+        resumed = self._loaded is not None
         if self._loaded is not None:
             say(self._steps.load(self._loaded, type(self).__name__))
-        resumed = self._loaded is not None
         self._first_line = partial(first_line, choice, device.type, why, scaler, skips=modules.skips, resumed=resumed)
         return modules
 
@@ -258,19 +258,11 @@ class FabricAmpPrecision(Precision):
         else:
             say(f"lightning_amp: {summary}." for summary in fp8)
 
-    def _pick(self, device: torch.device) -> tuple[Choice, str]:
-        """Pick for `"auto"`: the precision of a loaded checkpoint, or by the device."""
-        last = None if self._loaded is None else Saved(self._loaded, type(self).__name__).record_if_any("last_step")
-        if last is not None and last.precision:
-            return Choice.of(last.precision), "as in the checkpoint"
-        return pick_for_all_ranks(self._new[0], device, self.process_group)
-
     # -- backward and step ---------------------------------------------------------------------------------------------
 
     @override
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         modules = self._ready()
-        self._steps.watch(modules.leaves(tensor))
         with modules.backward():
             self._steps.backward(tensor, *args, **kwargs)
 

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import final
 
-from lightning_amp._compat import _modules, _sharding, _torch
+from lightning_amp._compat import _modules
 from lightning_amp._containers import replace, to_fp32
 from lightning_amp.casting import (
     Choice,
@@ -79,7 +79,7 @@ class FabricModules:
         self._around: dict[str | None, list[AbstractContextManager[Any]]] = {}  # contexts, by the kind of step
         self._buffers: list[KeptBuffers] = []
         self._window_is_open = False
-        self._is_float64 = self._looked = False
+        self._is_float64 = False
         self._compiling = _modules.CompiledBackwardWithoutAutocast()
 
     def add(self, modules: Sequence[nn.Module]) -> None:
@@ -170,16 +170,6 @@ class FabricModules:
     def backward(self) -> _Together:
         """Return the context of a backward, in which activation checkpointing runs forwards again."""
         return _Together([self._compiling, *self._around[None]])
-
-    def leaves(self, loss: Tensor) -> list[Any]:
-        """Return the leaves below the first loss, which may belong to modules that were not set up; then nothing.
-
-        Sharded modules gather their parameters for the forward, so that the leaves are not those of the optimizer.
-        """
-        if self._looked or any(_sharding.is_sharded_module(module) for module in self.modules):
-            return []
-        self._looked = True
-        return _torch.leaves(loss)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ import torch
 from lightning_amp import _messages
 from lightning_amp._text import counted, exact
 from lightning_amp.casting import Choice
-from lightning_amp.precision._fit import Run
-from lightning_amp.scaling import DynamicLossScaler, enabled
+from lightning_amp.precision._run import Run
+from lightning_amp.scaling import DynamicLossScaler
 
 
 def say_first_line(
@@ -32,7 +32,7 @@ def say_first_line(
         skip_nonfinite: Whether a step that is not finite is skipped without a scaler too.
 
     """
-    forward, skips = run.forward, enabled(scaler) is not None or skip_nonfinite
+    forward, skips = run.forward, (scaler is not None and scaler.is_enabled()) or skip_nonfinite
     resumed = run.module.trainer.ckpt_path is not None  # a checkpoint is about to set the scale
     parts = [_precision_on(forward.training, forward.device_type, why, resumed)]
     if run.fp8 is not None and forward.in_fp8:

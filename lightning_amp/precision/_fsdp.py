@@ -50,7 +50,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
 
     Args:
         precision: See :class:`AmpPrecision`, also for the next four arguments.
-        scaler: A `ShardedGradScaler` too. Its process group is not used, since all ranks agree anyway.
+        scaler: A `ShardedGradScaler` too, whose settings are taken. All ranks agree on each skip anyway.
         fp32_modules: Their parameters are gathered in float32 anyway, like all others.
         eval_precision: Validate, test and predict in another precision.
         skip_nonfinite: Skip a step with non-finite gradients in bf16 and fp32 too.
@@ -68,8 +68,6 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
     more. Parameters travel in float32.
 
     """
-
-    _offers_fallback = False
 
     def __init__(
         self,

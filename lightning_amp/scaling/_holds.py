@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import final
 
 from lightning_amp._compat import _modules, _torch
-from lightning_amp.scaling._records import Skip
+from lightning_amp.scaling._scalars import Skip
 
 
 def _call(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.optim.optimizer as torch_optimizers
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_amp.precision._fit import Run
 from support import Toy, attributes, batches, quiet_trainer
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_amp import AmpPrecision
 from lightning_amp.casting import Choice
-from lightning_amp.precision._fit import Run
 from lightning_amp.scaling import RecordLog
 
 RUNS = ["fit", "validate", "test", "predict"]

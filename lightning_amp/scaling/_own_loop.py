@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,28 +16,18 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import final
 
 from lightning_amp._arguments import require, require_bool
-from lightning_amp._compat import _modules, _torch
+from lightning_amp._compat import _torch
 from lightning_amp.findings import StepRecord
-from lightning_amp.scaling._backward_watch import BackwardWatch
-from lightning_amp.scaling._bypassed_steps import Advice, BypassedSteps
-from lightning_amp.scaling._gradient_state import UNCHECKED, GradientState, Scaled
+from lightning_amp.scaling._checkpoint import Saved
 from lightning_amp.scaling._gradients import parameters
 from lightning_amp.scaling._holds import Hold
-from lightning_amp.scaling._ledger import Ledger, enabled
-from lightning_amp.scaling._records import RecordLog, StepResult, merge_losses
-from lightning_amp.scaling._scaler import DynamicLossScaler
-from lightning_amp.scaling._steps import OptimizerSteps, StepPlan
+from lightning_amp.scaling._log import RecordLog, StepResult
+from lightning_amp.scaling._scaler import DynamicLossScaler, load_state
+from lightning_amp.scaling._steps import OWN_LOOP, Calls, OptimizerSteps, StepPlan
 
 _LOGGER = logging.getLogger("lightning_amp")
 Target = TypeVar("Target")
 Scaler = torch.amp.GradScaler | float | None
-
-_OWN_LOOP = Advice(
-    "`ScaledSteps`",
-    "It was called inside the backward: call `steps.step(optimizer)` after it",
-    "Call `steps.step(optimizer)`",
-    "Call `steps.step(optimizer)`",
-)
 
 
 class Observer(Protocol):
@@ -78,8 +67,8 @@ class ScaledSteps:
     together. It imports nothing of Lightning.
 
     Args:
-        scaler: A :class:`DynamicLossScaler`, any `torch.amp.GradScaler`, or a float for a scale that never moves.
-            `None`, for bf16 and fp32: the loss is not scaled.
+        scaler: A :class:`DynamicLossScaler`, a `torch.amp.GradScaler` (its settings are taken), or a float for a scale
+            that never moves. `None`, for bf16 and fp32: the loss is not scaled.
         optimizers: All optimizers. Of one that is missing here, the first step is counted as a round of its own, and
             its gradients cannot accumulate before while the scale changes.
         skip_nonfinite: Skip steps with non-finite gradients without a scaler too.
@@ -102,81 +91,61 @@ class ScaledSteps:
         skip_nonfinite: bool = True,
         process_group: Any = None,
     ) -> None:
-        scaler = DynamicLossScaler.static(scaler) if isinstance(scaler, (int, float)) else scaler
         legal = "a `DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static scale"
-        require(scaler is None or isinstance(scaler, torch.amp.GradScaler), "scaler", legal, scaler, none="or `None`")
+        fine = scaler is None or isinstance(scaler, (torch.amp.GradScaler, int, float))
+        require(fine, "scaler", legal, scaler, none="or `None`")
         require_bool("skip_nonfinite", skip_nonfinite)
         is_sequence = isinstance(optimizers, Iterable)
         unwrapped = [_torch.unwrap_optimizer(optimizer) for optimizer in optimizers] if is_sequence else []
         fine = is_sequence and all(isinstance(optimizer, Optimizer) for optimizer in unwrapped)
         require(fine, "optimizers", "a sequence of `torch.optim.Optimizer`", optimizers)
-        self.scaler: torch.amp.GradScaler | None = scaler
+        self.scaler = None if scaler is None else DynamicLossScaler.taking(scaler)
         self.skip_nonfinite = skip_nonfinite
         self.process_group = process_group
         self._optimizers = unwrapped
-        self.begin_as(_OWN_LOOP, "steps.backward(loss)", str)
+        self.begin_as(OWN_LOOP, str)
 
-    def begin_as(self, advice: Advice, backward_call: str, describe_skips: Callable[[], str]) -> None:
-        """Begin as the steps of a plugin, whose errors give `advice`, and which tells later of its parameters."""
-        self._advice, self._backward_call = advice, backward_call
-        self._ledger = Ledger(self.scaler, describe_skips, has_callbacks=False)
+    def begin_as(self, calls: Calls, describe_skips: Callable[[], str]) -> None:
+        """Begin as the steps of a plugin, whose errors name its `calls`, and which tells later of its parameters."""
+        self._calls = calls
+        self.records = RecordLog(describe_skips=describe_skips, has_callbacks=False)
+        self.go_on_in("", self.scaler)
         self._steps: OptimizerSteps | None = None
-        self._observers: list[Observer] = []
+        self._observer: Observer | None = None
         self._reduces_on: torch.device | None = None
-        self._expected: dict[int, Any] = {}  # parameters that an optimizer is to come for, by id
-        self._round: set[int] = set()  # ids of the optimizers that have stepped in this round
-        self._latest_scale: Tensor | None = None  # of the latest backward
-        self._scale_has_changed = False  # between two backwards
-        self._loss: Tensor | None = None  # of the backwards so far, for optimizers that are not known yet
         self._latest: StepResult | None = None
         self._noted: list[tuple[StepResult, Callable[[], Any]]] = []
         self._holds: list[Hold] = []
 
-    def expect(self, others: Iterable[Any], device: torch.device, *observers: Observer) -> None:
-        """Record parameters that optimizers are to come for, and the device on which all ranks agree."""
-        known = self._expected.keys() | (set() if self._steps is None else self._steps.gradients.parameters())
-        others = [p for p in others if p.requires_grad and id(p) not in known]
-        self._expected |= {id(p): p for p in others}
-        self._reduces_on = device
-        self._observers += observers
-        if others:
-            self._started(device).gradients.expect_more(True)
-            self.watch(others)
-
-    def watch(self, others: Iterable[Any]) -> None:
-        """Watch parameters for backwards and steps that go past this object. There may be no optimizer for them."""
-        watch = None if self._steps is None else self._steps.gradients.watch
-        if watch is not None:
-            watch.watch(others)
-
-    def go_on_in(self, precision: str, scaler: torch.amp.GradScaler | None) -> None:
+    def go_on_in(self, precision: str, scaler: DynamicLossScaler | None) -> None:
         """Set the precision that records name, and the scaler, before the first backward."""
         self.scaler = scaler
-        self._ledger.go_on_in(precision, scaler)
+        self.records.precision = precision
+        self.records.limit = 64 if scaler is None else scaler.max_consecutive_skips
 
-    def _started(self, device: torch.device) -> OptimizerSteps:
+    def serve(self, device: torch.device, observer: Observer) -> None:
+        """Set the device on which all ranks agree, and the observer of all steps."""
+        self._reduces_on, self._observer = device, observer
+
+    def expect(self, others: Iterable[Any]) -> None:
+        """Record parameters for which optimizers are to come."""
+        self._started().expect(others)
+
+    def _started(self) -> OptimizerSteps:
         if self._steps is None:
-            scaler, watch = enabled(self.scaler), None
-            if scaler is not None:
-                _torch.set_scaler_device(scaler, device.type)
-                watch = BackwardWatch(self._optimizers, ())
-            dist = torch.distributed
-            several = dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1
-            reduce = partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=self.process_group) if several else None
+            dist, group = torch.distributed, self.process_group
+            several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
             self._steps = OptimizerSteps(
-                scaler,
+                self.scaler,
                 self.skip_nonfinite,
-                self._ledger.log,
+                self.records,
                 self._optimizers,
-                watch=watch,
-                all_reduce_max=reduce,
-                device=self._reduces_on if several else None,
+                calls=self._calls,
+                all_reduce_max=partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=self.process_group)
+                if several
+                else None,
+                device=self._reduces_on,
             )
-            self._steps.gradients.call_backward(self._backward_call)
-            self._steps.gradients.expect_more(not self._optimizers)
-            if watch is not None:
-                bypassed = BypassedSteps(self._steps, watch, self._advice)
-                weakref.finalize(self, bypassed.retire)
         return self._steps
 
     # -- what was done so far ------------------------------------------------------------------------------------------
@@ -185,79 +154,53 @@ class ScaledSteps:
     def last_step(self) -> StepRecord | None:
         """Return the last attempted optimizer step. This waits for the device."""
         self._make_noted_calls()
-        return self._ledger.so_far(self.scaler)[2]
+        return self._so_far()[2]
 
     @property
     def num_steps(self) -> int:
         """Count the applied optimizer steps. This waits for the device."""
-        return self._ledger.so_far(self.scaler)[0]
+        return self._so_far()[0]
 
     @property
     def num_skipped(self) -> int:
         """Count the skipped optimizer steps. This waits for the device."""
-        return self._ledger.so_far(self.scaler)[1]
+        return self._so_far()[1]
 
-    @property
-    def records(self) -> RecordLog:
-        """Return the log of all steps, for `ScaleHistory.following`."""
-        return self._ledger.log
+    def _so_far(self) -> tuple[int, int, StepRecord | None]:
+        return self.records.so_far(lambda: None if self.scaler is None else self.scaler.scale_tensor)
 
     def flush(self) -> None:
         """End the round, wait for the device, and hand all records to the subscribers."""
         self._make_noted_calls()
-        self._end_round()
-        self._ledger.log.flush()
+        if self._steps is not None:
+            self._steps.end_round()
+        self.records.flush()
 
     # -- backward and step ---------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run `loss.backward(*args, **kwargs)` on the scaled loss, with autocast off."""
-        steps = self._started(loss.device)
-        for observer in self._observers:
-            observer.note_backward()
+        steps = self._started()
+        if self._observer is not None:
+            self._observer.note_backward()
         with _autocast_off(loss.device):
             scaled = steps.scale_loss(loss)
-            if steps.gradients.expects_more:
-                self._loss = merge_losses(self._loss, loss)
-            if steps.scaler is not None:
-                self._carry_unknown(_torch.scale_tensor(steps.scaler))
-            steps.gradients.begin_backward()
-            try:
+            with steps.scaled_backward():
                 scaled.backward(*args, **kwargs)
-            finally:
-                steps.gradients.end_backward()
-
-    def _carry_unknown(self, scale: Tensor) -> None:
-        """Multiply gradients whose optimizer is not known yet, so that they carry the next backward's `scale` []."""
-        before, self._latest_scale = self._latest_scale, scale
-        if before is None or before is scale:
-            return
-        self._scale_has_changed = True
-        for parameter in self._expected.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale / before)
 
     def unscale_(self, optimizer: Any) -> None:
         """Unscale the gradients of `optimizer`, to read or clip them. A second call before the step changes nothing.
 
         If they are not finite, the next step is skipped, even if you replace these values afterwards.
         """
-        optimizer = _torch.unwrap_optimizer(optimizer)
-        steps = self._started(_device_of(optimizer))
-        self._known(steps, optimizer)
-        steps.unscale_(optimizer)
+        self._started().unscale_(optimizer)
 
     def will_skip(self, optimizer: Optimizer) -> bool:
         """Return whether the next step will be skipped, after :meth:`unscale_`.
 
         All ranks must call. This waits for the device.
         """
-        steps = self._started(_device_of(optimizer))
-        state = self._known(steps, optimizer)
-        if state.found_inf is None:
-            return False
-        steps.gradients.agree(state)
-        return state.wait(asks_for_loss=False)
+        return self._started().will_skip(optimizer)
 
     def step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Call `optimizer.step(**kwargs)`, unless a gradient is not finite. Return its output.
@@ -266,63 +209,20 @@ class ScaledSteps:
         """
         optimizer = _torch.unwrap_optimizer(optimizer)
         self._make_noted_calls(optimizer)
-        device = _device_of(optimizer)
-        steps = self._started(device)
-        if id(optimizer) in self._round:
-            self._end_round()
-            steps.gradients.expect_more(False)
-        self._known(steps, optimizer)
-        plan = StepPlan(fold=True, asks_for_loss=bool(self._observers))
-        with _autocast_off(device):
-            output, result = steps.step(
-                optimizer, closure or _nothing, _nothing, plan, closure_runs_backward=False, **kwargs
-            )
-        self._latest, self._loss = result, None
-        for observer in self._observers:
-            observer.observe(optimizer, result)
+        steps = self._started()
+        if steps.has_stepped(optimizer):
+            steps.end_round()
+        plan = StepPlan(fold=True, asks_for_loss=self._observer is not None, in_closure=False)
+        with _autocast_off(next((p.device for p in parameters(optimizer)), torch.device("cpu"))):
+            output, result = steps.step(optimizer, closure or _nothing, _nothing, plan, **kwargs)
+        self._latest = result
+        if self._observer is not None:
+            self._observer.observe(optimizer, result)
         for hold in self._holds:
             hold.observe(optimizer, result.skip)
-        self._round.add(id(optimizer))
-        if len(self._round) >= steps.gradients.num_optimizers:
-            self._end_round()
+        if steps.round_is_over:
+            steps.end_round()
         return output
-
-    def _known(self, steps: OptimizerSteps, optimizer: Optimizer) -> GradientState:
-        """Return the state of an optimizer's gradients; of a new one they came from the latest backward."""
-        gradients = steps.gradients
-        state = gradients.known_state(optimizer)
-        if state is not None:
-            return state
-        if self._scale_has_changed:
-            self._require_one_backward(optimizer)
-        scale = self._latest_scale
-        state = gradients.state(optimizer, UNCHECKED if scale is None else Scaled(scale), carried=scale)
-        if gradients.watch is not None:
-            gradients.watch.adopt(optimizer)
-            gradients.require_scaled(state)
-        if self._loss is not None:
-            state.add_loss(self._loss, may_have_none=True)
-        for parameter in parameters(optimizer):
-            self._expected.pop(id(parameter), None)
-        gradients.expect_more(bool(self._expected))
-        return state
-
-    def _require_one_backward(self, optimizer: Optimizer) -> None:
-        """Refuse a new optimizer if its gradients may be sums of backwards with several scales."""
-        assert self._steps is not None
-        rescaled = self._steps.gradients.parameters() | self._expected.keys()
-        others = [p.grad for p in parameters(optimizer) if p.grad is not None and id(p) not in rescaled]
-        if any(map(_modules.version, others)):  # a backward that adds to a gradient writes in place
-            raise RuntimeError(
-                f"`{type(optimizer).__name__}` steps for the first time, with gradients of several backwards, and the"
-                " loss scale changed before. Pass all optimizers to `ScaledSteps(scaler, [...])`; in Fabric, set up"
-                " the modules of all parameters."
-            )
-
-    def _end_round(self) -> None:
-        self._round.clear()
-        if self._steps is not None:
-            self._steps.finish_batch()
 
     # -- what must not happen after a skipped step ---------------------------------------------------------------------
 
@@ -377,7 +277,7 @@ class ScaledSteps:
     def state_dict(self) -> dict[str, Any]:
         """Return the scale, the counts and the last step, as plain numbers and strings. This waits for the device."""
         self.flush()
-        return self._ledger.state(self.scaler)
+        return {"scaler": None if self.scaler is None else self.scaler.state_dict(), **self.records.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`, or from the state of torch's own `GradScaler`.
@@ -391,12 +291,11 @@ class ScaledSteps:
 
     def load(self, state_dict: dict[str, Any], name: str) -> list[str]:
         """Load a state that errors call `name`. Return a sentence for each setting that stays as it was passed."""
-        sentences = self._ledger.load(state_dict, self.scaler, name)
+        sentences = load_state(Saved(state_dict, name), self.scaler, self.records)
         self._noted.clear()  # these calls, and the steps of this round, came after the checkpoint
-        self._round.clear()
         if self._steps is not None:
-            self._steps.drop_batch()
-            self._steps.gradients.note_scale()
+            self._steps.drop_round()
+            self._steps.note_scale()
         return sentences
 
 
@@ -406,7 +305,3 @@ def _nothing() -> None:
 
 def _autocast_off(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
-
-
-def _device_of(optimizer: Optimizer) -> torch.device:
-    return next((p.device for p in parameters(optimizer)), torch.device("cpu"))
