@@ -182,7 +182,7 @@ class FabricModules:
         """Restore buffers if the step was skipped."""
         self._window_is_open = False
         for buffers in self._buffers:
-            buffers.observe(optimizer, result, inside_step=False)
+            buffers.observe(optimizer, result, manual=False)
 
     def forget(self) -> None:
         """Drop half-precision copies of weights, which have moved."""

@@ -10,7 +10,8 @@ of its own layers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -25,6 +26,9 @@ from lightning_amp.numerics import all_finite
 from lightning_amp.scaling import Skip, StepResult
 from lightning_amp.skipped_steps._named_buffers import BufferPlace
 
+_Part = tuple[Collection[int] | None, Collection[Optimizer]]
+"""Some buffers (`None`: all), and the optimizers whose skipped steps restore them."""
+
 
 @final
 class _Snapshot:
@@ -32,40 +36,42 @@ class _Snapshot:
 
     def __init__(self, places: Sequence[BufferPlace]) -> None:
         # read again each time, because SWA's BatchNorm update and user code replace the tensors
-        self.tensors = [place.read() for place in places]
-        self.version = _version(self.tensors)
+        self.tensors = {i: tensor for i, place in enumerate(places) if (tensor := place.read()) is not None}
+        self.version = _version(places)
         groups: dict[Any, list[int]] = {}
-        for i, tensor in enumerate(self.tensors):
-            if tensor is not None:
-                groups.setdefault((tensor.device, tensor.dtype), []).append(i)
+        for i, tensor in self.tensors.items():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(i)
         with torch.no_grad():
-            self._flats = [(each, torch.cat([t.reshape(-1) for t in self._of(each)])) for each in groups.values()]
-
-    def _of(self, indices: Iterable[int]) -> list[Tensor]:
-        return [tensor for i in indices if (tensor := self.tensors[i]) is not None]
+            flats = [torch.cat([self.tensors[i].reshape(-1) for i in indices]) for indices in groups.values()]
+        self._flats = list(zip(groups.values(), flats, strict=True))
 
     def copies(self, part: Collection[int] | None = None) -> list[tuple[list[int], Tensor]]:
         """Return flat copies, with the buffers that each holds: one for each buffer of a part, or few for all."""
         if part is None:
             return self._flats
-        split = [(indices, flat.split([t.numel() for t in self._of(indices)])) for indices, flat in self._flats]
-        return [([i], copy) for each in split for i, copy in zip(*each, strict=True) if i in part]
+        pairs = [
+            pair for indices, flat in self._flats for pair in zip(indices, self._split(indices, flat), strict=True)
+        ]
+        return [([i], copy.view(-1)) for i, copy in pairs if i in part]
+
+    def _split(self, indices: list[int], flat: Tensor) -> list[Tensor]:
+        tensors = [self.tensors[i] for i in indices]
+        return [v.view(t.shape) for v, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
 
     def write(self, indices: list[int], flat: Tensor, *, unseen: bool) -> None:
         """Write values into the tensors, `unseen` by autograd or not."""
-        tensors = self._of(indices)
-        values = [v.view(t.shape) for v, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
-        _torch.foreach_copy_([t.data for t in tensors] if unseen else tensors, values)
+        targets = [self.tensors[i].data if unseen else self.tensors[i] for i in indices]
+        _torch.foreach_copy_(targets, self._split(indices, flat))
 
 
 @final
+@dataclass
 class _Window:
-    """The optimizers that have stepped after the same forwards. `after`: what these forwards left in the buffers."""
+    """The steps after the same forwards, and the buffers `before` and, once they are needed, `after` these forwards."""
 
-    def __init__(self, before: _Snapshot) -> None:
-        self.before = before
-        self.after: _Snapshot | None = None
-        self.results: dict[Optimizer, StepResult] = {}
+    before: _Snapshot
+    after: _Snapshot | None = None
+    results: dict[Optimizer, StepResult] = field(default_factory=dict)
 
 
 @final
@@ -80,7 +86,7 @@ class KeptBuffers:
 
     def __init__(self, root: nn.Module, places: Sequence[BufferPlace], *, counted: bool) -> None:
         self._root, self._places, self._counted = root, places, counted
-        self._parts: dict[tuple[Optimizer, ...], list[tuple[Collection[int] | None, Collection[Optimizer]]]] = {}
+        self._parts: dict[tuple[Optimizer, ...], list[_Part]] = {}
         self._before: _Snapshot | None = None  # the buffers before the open window; `None` if none is open
         self._latest: _Window | None = None  # the window of the last attempt
         self._version = 0  # after that attempt
@@ -104,7 +110,7 @@ class KeptBuffers:
         before = self._before
         if before is None or self._had_backward:
             return
-        if not self._counted or before.version != self._version_now():
+        if not self._counted or before.version != _version(self._places):
             after = _Snapshot(self._places)
             fine, bad = (all_finite(copy for _, copy in each.copies()) for each in (before, after))
             self._choose(before, after, None, Skip(fine & bad.logical_not()))
@@ -113,19 +119,17 @@ class KeptBuffers:
 
     def mend(self, state_dict: dict[str, Any]) -> None:
         """Replace non-finite values of an overflow in a checkpoint; see `SkipProtection.mend`."""
-        if self._before is None:
+        found = {i: state_dict.get(place.qualified) for i, place in enumerate(self._places)}
+        entries = {i: entry for i, entry in found.items() if entry is not None}  # some buffers are not saved
+        before = self._before
+        if before is None or all_finite(entries.values()) or not all_finite(copy for _, copy in before.copies()):
             return
-        names = [place.qualified for place in self._places]
-        saved = [state_dict[name] for name in names if state_dict.get(name) is not None]  # some buffers are not saved
-        if all_finite(saved) or not all_finite(copy for _, copy in self._before.copies()):
-            return
-        for [i], copy in self._before.copies(range(len(names))):
-            entry, before = state_dict.get(names[i]), self._before.tensors[i]
-            if entry is not None and before is not None and entry.shape == before.shape:
-                state_dict[names[i]] = copy.view(entry.shape).clone()
+        for [i], copy in before.copies(entries):
+            if entries[i].shape == before.tensors[i].shape:
+                state_dict[self._places[i].qualified] = copy.view(entries[i].shape).clone()
 
-    def observe(self, optimizer: Optimizer, result: StepResult, inside_step: bool) -> None:
-        """Restore buffers if the step was skipped. `inside_step`: more forwards may follow in this training step."""
+    def observe(self, optimizer: Optimizer, result: StepResult, *, manual: bool) -> None:
+        """Restore buffers if the step was skipped. `manual`: more forwards may follow in this training step."""
         window = self._latest
         if window is None or not self._is_shared(window, optimizer):
             if not result.skip.known:
@@ -134,14 +138,14 @@ class KeptBuffers:
         if window is not None:
             window.results[optimizer] = result
             self._restore(window)
-        self._version = self._version_now()
+        self._version = _version(self._places)
         self._entered = self._will_step = self._had_backward = False
-        self._before = _Snapshot(self._places) if inside_step else None
+        self._before = _Snapshot(self._places) if manual else None
 
     def _is_shared(self, window: _Window, optimizer: Optimizer) -> bool:
         """Return whether no forward has run since the last attempt, as in the order backward, backward, step, step."""
         same_step = not self._will_step or (self._counted and not self._entered)
-        return same_step and optimizer not in window.results and self._version == self._version_now()
+        return same_step and optimizer not in window.results and self._version == _version(self._places)
 
     @torch.no_grad()
     def _restore(self, window: _Window) -> None:
@@ -155,7 +159,7 @@ class KeptBuffers:
         for part, owners in self._parts_of(tuple(results)):
             skip = reduce(or_, (results[owner].skip for owner in owners))
             floating = [copy for _, copy in window.after.copies(part) if copy.is_floating_point()]
-            if floating and not skip.known and doubt.known is not False:  # NaN would stay in the buffers forever
+            if floating and not skip.known:  # NaN would stay in the buffers forever
                 bad = all_finite(floating).logical_not()
                 skip |= Skip(bad & (doubt.flag(bad.device) > 0))
             self._choose(window.before, window.after, part, skip)
@@ -167,7 +171,7 @@ class KeptBuffers:
         The device decides. The host waits for the flag only if a tensor was replaced.
         """
         where = range(len(self._places)) if part is None else part
-        if skip.known is None and all(before.tensors[i] is after.tensors[i] for i in where):
+        if skip.known is None and all(before.tensors.get(i) is after.tensors.get(i) for i in where):
             for (indices, old), (_, new) in zip(before.copies(part), after.copies(part), strict=True):
                 # `where`, not `lerp`: NaN times 0 is NaN
                 values = torch.where(skip.flag(old.device) > 0, old, new)
@@ -175,37 +179,33 @@ class KeptBuffers:
             return
         chosen = before if skip.wait() else after
         for i in where:
-            if self._places[i].read() is not chosen.tensors[i]:
-                self._places[i].write(chosen.tensors[i])
+            if self._places[i].read() is not chosen.tensors.get(i):
+                setattr(self._places[i].module, self._places[i].name, chosen.tensors.get(i))
         for indices, values in chosen.copies(part):
             chosen.write(indices, values, unseen=self._counted)
 
-    def _parts_of(
-        self, optimizers: tuple[Optimizer, ...]
-    ) -> list[tuple[Collection[int] | None, Collection[Optimizer]]]:
-        """Return parts of the buffers, each with its optimizers: those of the parameters that are next in the tree."""
+    def _parts_of(self, optimizers: tuple[Optimizer, ...]) -> list[_Part]:
+        """Divide the buffers by the optimizers of the nearest parameters in the tree of modules."""
         if len(optimizers) == 1:
             return [(None, optimizers)]
         if optimizers not in self._parts:
             below: dict[str, set[Optimizer]] = {}
-            owners = [(o, {id(p) for group in o.param_groups for p in group["params"]}) for o in optimizers]
+            owners = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
             for name, parameter in self._root.named_parameters(remove_duplicate=False):
-                for prefix in _prefixes(name):
-                    below.setdefault(prefix, set()).update(o for o, theirs in owners if id(parameter) in theirs)
+                for prefix in _prefixes(name) if id(parameter) in owners else ():
+                    below.setdefault(prefix, set()).add(owners[id(parameter)])
             parts: dict[frozenset[Optimizer], set[int]] = {}
             for i, place in enumerate(self._places):
-                nearest = next((below[prefix] for prefix in _prefixes(place.qualified) if below.get(prefix)), optimizers)
+                nearest = next((below[prefix] for prefix in _prefixes(place.qualified) if prefix in below), optimizers)
                 parts.setdefault(frozenset(nearest), set()).add(i)
             self._parts[optimizers] = [(part if len(parts) > 1 else None, theirs) for theirs, part in parts.items()]
         return self._parts[optimizers]
 
-    def _version_now(self) -> int:
-        return _version([place.read() for place in self._places])
 
-
-def _version(tensors: Sequence[Tensor | None]) -> int:
-    """Return a number that increases with every in-place change of any tensor, and changes if a tensor is replaced."""
-    return sum(_modules.version(t) for t in tensors if t is not None) + sum(map(id, tensors))
+def _version(places: Sequence[BufferPlace]) -> int:
+    """Return a number that increases with every in-place change of any buffer, and changes if a tensor is replaced."""
+    tensors = [place.read() for place in places]
+    return sum(_modules.version(tensor) + id(tensor) for tensor in tensors if tensor is not None)
 
 
 def _prefixes(name: str) -> list[str]:

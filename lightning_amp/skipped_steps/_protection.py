@@ -38,26 +38,20 @@ class SkipProtection:
     """
 
     def __init__(self, module: LightningModule, named: Sequence[BufferPlace] = (), *, on: bool = True) -> None:
-        self._module, self._named = module, named
-        self._inside_manual_step = False
+        self._module, self._on = module, on
         self._overrides_scheduler_step = is_overridden("lr_scheduler_step", module)
         self._rates_are_read = any(map(_reads_rates, (*self._callbacks, module)))
         self._holds: dict[int, Hold] = {}
-        self._buffers: list[KeptBuffers] = []
-        self._on = self.active = False
-        if on:
-            self._attach()
+        both = (norm_places(module), True), (named, False)
+        self._buffers = [KeptBuffers(module, places, counted=counted) for places, counted in both if places and on]
+        self._attach()
 
     @property
     def _callbacks(self) -> list[Callback]:
         return self._module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
     def _attach(self) -> None:
-        if not self._on:
-            self._on = True
-            both = (norm_places(self._module), True), (self._named, False)
-            self._buffers = [KeptBuffers(self._module, places, counted=counted) for places, counted in both if places]
-        held = {id(target): (target, *how) for target, *how in self._to_hold()}
+        held = {id(target): (target, *how) for target, *how in (self._to_hold() if self._on else ())}
         for key in self._holds.keys() - held.keys():
             self._holds.pop(key).close()
         for key in held.keys() - self._holds.keys():
@@ -97,20 +91,11 @@ class SkipProtection:
         """Return whether steps must report a non-finite loss: it leaves NaN in buffers even if they are applied."""
         return bool(self._buffers)
 
-    def enter_step(self, manual: bool, *, on: bool = True) -> None:
-        """Prepare for a training step. With `on=False`, steps can no longer be skipped, so nothing is protected."""
-        if not on:
-            if self._on:
-                self.detach()
-            return
-        self._inside_manual_step = manual
+    def enter_step(self) -> None:
+        """Prepare for a training step."""
         self._attach()
         for buffers in self._buffers:
             buffers.enter_step()
-
-    def leave_step(self) -> None:
-        """Record the end of a training step. In automatic optimization its backward and optimizer step come later."""
-        self._inside_manual_step = False
 
     def note_backward(self) -> None:
         """Record that the training step had a backward, so an optimizer step will follow."""
@@ -128,7 +113,7 @@ class SkipProtection:
         for hold in self._holds.values():
             hold.observe(optimizer, result.skip)
         for buffers in self._buffers:
-            buffers.observe(optimizer, result, self._inside_manual_step)
+            buffers.observe(optimizer, result, manual=not self._module.automatic_optimization)
 
     def settle(self) -> None:
         """Remove non-finite values from buffers before validation or a checkpoint reads them."""

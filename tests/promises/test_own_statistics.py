@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -98,7 +97,7 @@ def state(net: nn.Module, *, queue: bool) -> dict[str, Tensor]:
 def loss_of(net: nn.Module, batch: Tensor, trouble: str | None) -> Tensor:
     loss = net(batch * torch.inf if trouble == "input" else batch).float().pow(2).mean()
     for buffer in (buffer for name, buffer in net.named_buffers() if "queue" in name):
-        buffer += loss.detach()
+        buffer.add_(loss.detach())
     return loss * NAN if trouble == "loss" else loss
 
 
