@@ -166,15 +166,12 @@ class Run:
         if self.steps is not None:
             if not self._automatic:
                 self.steps.end_round()
-            self.protection.enter_step(manual=not self._automatic, on=self.steps.skips)
+            self.protection.enter_step()
 
     def end_training_step(self) -> None:
         """End a training step; in automatic optimization its optimizer step is still to come."""
-        if self.steps is not None:
-            if self.protection.active:
-                self.protection.leave_step()
-            if not self._automatic:
-                self.steps.end_round()
+        if self.steps is not None and not self._automatic:
+            self.steps.end_round()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
