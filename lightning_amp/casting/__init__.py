@@ -3,7 +3,6 @@
 Read `_precision_choice.py` first.
 """
 
-from lightning_amp.casting._cpu_speed import ProbeKind, cpu_speed
 from lightning_amp.casting._float8 import (
     Float8Linears,
     choose_fp8_layers,
@@ -42,7 +41,6 @@ __all__ = [
     "MatmulFlops",
     "MethodOverride",
     "Precision",
-    "ProbeKind",
     "ReusedWeights",
     "Rule",
     "SharedCopies",
@@ -50,7 +48,6 @@ __all__ = [
     "checked_recipe",
     "choose_fp8_layers",
     "cpu_has",
-    "cpu_speed",
     "emulates",
     "flop_formulas",
     "fp32_region",

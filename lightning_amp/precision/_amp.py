@@ -55,10 +55,10 @@ class AmpPrecision(MixedPrecision):
     Args:
         precision: `"auto"`, `"bf16"`, `"fp16"`, `"fp8"` or `"fp32"`, or another common spelling: `"bf16-mixed"`,
             `"16-mixed"`, `"32-true"`, `16`, `32`, `torch.bfloat16`, `torch.float16`, `torch.float32`, and these as
-            strings. `"fp32"` runs the same pipeline without autocast. `"auto"` picks by the device, and logs its choice
-            and reason in one line. On a CPU with bfloat16 instructions it measures for 0.2 s at most, once per process,
-            and picks `"fp32"` only if bf16 is clearly slower. A resumed run stays in the precision of its checkpoint. A
-            precision that the device cannot run raises before the first batch.
+            strings. `"fp32"` runs the same pipeline without autocast. `"auto"` picks by facts about the device, and
+            logs its choice and reason in one line. On a CPU it picks `"bf16"` with AMX, with AVX512-BF16 from AMD, or
+            with the bfloat16 instructions of Arm, else `"fp32"`. A resumed run stays in the precision of its
+            checkpoint. A precision that the device cannot run raises before the first batch.
         scaler: `None` (dynamic loss scaling for fp16, none otherwise), a :class:`DynamicLossScaler`, any
             `torch.amp.GradScaler`, or a float for a scale that never moves. The range of bf16 is as large as in fp32,
             so neither needs a scaler. With `"bf16"` one is an error. With `"auto"` and `"fp32"` an unneeded one is left
@@ -153,7 +153,7 @@ class AmpPrecision(MixedPrecision):
     def _settled(self) -> Choice:
         # Before a Trainer attaches, "auto" goes by the instructions of the device that Lightning chooses by default.
         # The measurement comes later, in the process that trains, because its threads would not survive a fork.
-        return self._choice or Choice.by_instructions(torch.device(self.device))[0]
+        return self._choice or Choice.pick(torch.device(self.device))[0]
 
     @property
     def fp8_layers(self) -> Mapping[str, str | None]:

@@ -149,7 +149,7 @@ class FabricAmpPrecision(Precision):
         return self._settled().canonical
 
     def _settled(self) -> Choice:
-        return self._choice or Choice.by_instructions(torch.device(self.device))[0]
+        return self._choice or Choice.pick(torch.device(self.device))[0]
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

@@ -125,7 +125,7 @@ class Settings:
 def pick_on_all_ranks(module: LightningModule, device: torch.device) -> tuple[Choice, str]:
     """Pick the precision for `"auto"`, and give the reason.
 
-    Rank 0 decides for all, because two measurements may differ.
+    Rank 0 decides for all, because ranks may run on machines with different CPUs.
     """
     strategy = module.trainer.strategy
     picked = Choice.pick(device, module) if strategy.is_global_zero else None
