@@ -29,14 +29,13 @@ from typing_extensions import override
 
 from lightning_amp._arguments import require_bool
 from lightning_amp._compat import _lightning
-from lightning_amp.casting import Canonical, Choice, checked_module_rules
+from lightning_amp.casting import Canonical, Choice, autocast_off, checked_module_rules
 from lightning_amp.findings import StepRecord
 from lightning_amp.precision import _clipping, _refusals, _upcast_parameters
 from lightning_amp.precision._entries import STOCK_KEY, find_entry
 from lightning_amp.precision._fallback import Fallback
 from lightning_amp.precision._first_line import say, say_first_line
 from lightning_amp.precision._fit import REPLACEABLE, Fit, Run
-from lightning_amp.precision._forward import autocast_off
 from lightning_amp.precision._settings import Settings, pick_on_all_ranks
 from lightning_amp.scaling import Ledger, RecordLog, Saved, enabled
 from lightning_amp.skipped_steps import checked_buffer_rules
@@ -308,8 +307,6 @@ class AmpPrecision(MixedPrecision):
         if (fit := self._fit) is None or fit.fold_plan.current().somebody_sees_backward:
             with autocast_off(self.device):
                 super().post_backward(tensor, module)
-        if self._run is not None:
-            self._run.forward.reused_weights.forget()
         return tensor.detach()
 
     def unscale_(self, optimizer: Any) -> None:
@@ -336,8 +333,6 @@ class AmpPrecision(MixedPrecision):
                 output = Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
             else:
                 output = fit.step(_lightning.unwrap_optimizer(optimizer), closure, kwargs)
-        if self._run is not None:
-            self._run.forward.reused_weights.forget()
         return output
 
     @override

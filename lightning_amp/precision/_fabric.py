@@ -289,10 +289,8 @@ class FabricAmpPrecision(Precision):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        modules = self._ready()
-        output = self._steps.step(optimizer, **kwargs)
-        modules.forget()
-        return output
+        self._ready()
+        return self._steps.step(optimizer, **kwargs)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from lightning_amp.casting import (
     Fp32Modules,
     ReusedWeights,
     Rule,
-    SharedCopies,
     choose_fp8_layers,
     may_run_in_fp8,
     modules_matching,
@@ -75,7 +74,6 @@ class FabricModules:
         self._fp32: list[Fp32Modules] = []
         self._fp8: list[Float8Linears] = []
         self._reused: list[ReusedWeights] = []
-        self._around: dict[str | None, list[AbstractContextManager[Any]]] = {}  # contexts, by the kind of step
         self._buffers: list[KeptBuffers] = []
         self._window_is_open = False
         self._is_float64 = self._looked = False
@@ -103,18 +101,14 @@ class FabricModules:
         fp8 = self._choose_fp8(modules, rules) if self._fp8_recipe is not None else []
         for module, its_rules, its_buffers in zip(modules, rules, buffers, strict=True):
             self._fp32.append(Fp32Modules(module, its_rules, self.device.type, active=self._choice.mixed))
-            reused = ReusedWeights(module, self.device.type, lambda: 0)
             if self._choice.mixed:
-                reused.activate()
-            self._reused.append(reused)
+                self._reused.append(ReusedWeights(module, self.device.type))
             if self.skips:
                 kept = KeptBuffers(norm_places(module), counted=True)
                 named = KeptBuffers(matching_places(module, its_buffers), counted=False)
                 self._buffers += filter(None, (kept, named))
         self._fp8 += fp8
         self.modules += modules
-        for stage in ("training_step", "validation_step", None):
-            self._around[stage] = [*self._fp8, *(SharedCopies(reused, stage) for reused in self._reused)]
         self._is_float64 = any(p.dtype == torch.float64 for m in self.modules for p in m.parameters())
 
     def _choose_fp8(self, modules: Sequence[nn.Module], rules: Sequence[Sequence[Rule]]) -> list[Float8Linears]:
@@ -123,7 +117,7 @@ class FabricModules:
         summaries: list[str] = []
         for module, its_rules in zip(modules, rules, strict=True):
             matching = modules_matching(module, its_rules).values()
-            in_fp32 = {inner for pairs in matching for _, m in pairs for inner in m.modules()}
+            in_fp32 = {inner for outer in matching for inner in outer.modules()}
             found = choose_fp8_layers(module, in_fp32, self._fp8_recipe, self.device)
             layers.update(found)
             if _fp8.has_fp8(module, found):
@@ -160,8 +154,7 @@ class FabricModules:
 
     def forward(self) -> _Together:
         """Return the context of a forward in the precision of the plugin."""
-        around = self._around["training_step" if torch.is_grad_enabled() else "validation_step"]
-        return _Together([self._compiling, *around, autocast(self._choice, self.device.type)])
+        return _Together([self._compiling, *self._fp8, *self._reused, autocast(self._choice, self.device.type)])
 
     def end_forward(self, data: Any) -> Any:
         """Return the outputs in float32, except a float16 loss, at which the loss scale must not exceed 65504."""
@@ -169,7 +162,7 @@ class FabricModules:
 
     def backward(self) -> _Together:
         """Return the context of a backward, in which activation checkpointing runs forwards again."""
-        return _Together([self._compiling, *self._around[None]])
+        return _Together([self._compiling, *self._fp8])
 
     def leaves(self, loss: Tensor) -> list[Any]:
         """Return the leaves below the first loss, which may belong to modules that were not set up; then nothing.
@@ -194,17 +187,10 @@ class FabricModules:
         for buffers in self._buffers:
             buffers.observe(result, inside_step=False)
 
-    def forget(self) -> None:
-        """Drop half-precision copies of weights, which have moved."""
-        for reused in self._reused:
-            reused.forget()
-
     def detach(self) -> None:
         """Restore the modules."""
         for each in self._fp32:
             each.remove()
-        for reused in self._reused:
-            reused.restore()
 
 
 def _to_fp32(value: Any) -> Any:

@@ -18,7 +18,7 @@ from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._compat import _lightning, _modules
-from lightning_amp.casting import Choice, Rule, SharedCopies
+from lightning_amp.casting import Choice, Rule
 from lightning_amp.precision import _refusals
 from lightning_amp.precision._anomaly import AnomalyCheck
 from lightning_amp.precision._bypass import BYPASSED, ScalerByHand
@@ -121,8 +121,7 @@ class Run:
 
     def backward(self, run: Callable[..., None]) -> None:
         """Run a backward."""
-        # modules that activation checkpointing calls again share the casts of their weights
-        with self.forward.fp8_layers, SharedCopies(self.forward.reused_weights):
+        with self.forward.fp8_layers:  # activation checkpointing calls modules again
             try:
                 if self.fit is None:
                     run()

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
@@ -20,15 +19,15 @@ from lightning_amp._containers import tensors_in, to_fp32
 from lightning_amp.casting import (
     Choice,
     EpochEnd,
-    Fp32Metrics,
     Fp32Modules,
     Fp32Outputs,
+    Overrides,
     ReusedWeights,
     Rule,
-    SharedCopies,
+    metrics_in_fp32,
 )
 from lightning_amp.precision import _error_notes
-from lightning_amp.precision._unused_rules import IdleRules
+from lightning_amp.precision._unused_rules import warn_of_idle
 
 _NOTHING = contextlib.nullcontext()
 _EPOCH_ENDS = {
@@ -72,14 +71,12 @@ class ForwardContexts:
         self.autocast, self.autocast_stays = autocast, autocast_stays
         self.evaluating = False
         self.fp8_layers: contextlib.AbstractContextManager[None] = _NOTHING
-        self.reused_weights = ReusedWeights(module, device_type, lambda: module.trainer.current_epoch)
         self._module, self.device_type = module, device_type
         self._rules = rules
-        self._idle_rules: IdleRules | None = None
         self._prepare()
-        self._fp32_metrics = Fp32Metrics(module, device_type)
+        self._fp32_metrics = metrics_in_fp32(module, device_type)
         # contexts of shadows, the copies of the module that a callback validates
-        self._shadows: WeakKeyDictionary[nn.Module, Fp32Metrics] = WeakKeyDictionary()
+        self._shadows: WeakKeyDictionary[nn.Module, Overrides] = WeakKeyDictionary()
         self._step: str | None = None  # the kind of the step that ran last
         self._epoch_ends: dict[str, EpochEnd] = {}
         self._training_step: _TrainingStep | None = None
@@ -87,10 +84,7 @@ class ForwardContexts:
 
     def _prepare(self) -> None:
         self.fp32_modules = Fp32Modules(self._module, self._rules, self.device_type, active=self._mixed)
-        if len(self.fp32_modules) and self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._idle_rules = IdleRules(self._module, self.fp32_modules)
-        if self._mixed:
-            self.reused_weights.activate()
+        self.reused_weights = ReusedWeights(self._module, self.device_type) if self._mixed else _NOTHING
 
     @property
     def _mixed(self) -> bool:
@@ -105,7 +99,6 @@ class ForwardContexts:
         self.training, self.evaluation = training, evaluation
         if self._training_step is not None:
             self._training_step.forget_autocast()
-        self.reused_weights.forget()
         if self._mixed and not was_mixed:
             self.fp32_modules.remove()
             self._prepare()
@@ -131,15 +124,14 @@ class ForwardContexts:
 
     def finish(self) -> None:
         """Warn at the end of a fit of rules that had no effect."""
-        if self._idle_rules is not None:
-            self._idle_rules.say()
+        if self._training_step is not None:
+            warn_of_idle(self.fp32_modules)
 
     def detach(self) -> None:
         """Restore the module."""
         for hook in self._epoch_ends.values():
             hook.restore()
         self.fp32_modules.remove()
-        self.reused_weights.restore()
         self._epoch_ends = {}
 
     # -- batches -------------------------------------------------------------------------------------------------------
@@ -195,8 +187,6 @@ class ForwardContexts:
 
         The first step of an epoch searches for them, and any other step takes 0.2 us.
         """
-        if self._idle_rules is not None:
-            self._idle_rules.before_training_step()
         if self._step != "training_step":
             self._begin("training_step", self.autocast)
         return self._fp32_metrics
@@ -221,7 +211,7 @@ class ForwardContexts:
             around = self._around_evaluation(module, step) if self.evaluation.mixed else _NOTHING
             # not in a hook, because users export models there, and an export needs the module's own `forward`
             shares = step is not None and module is self._module
-            with around, SharedCopies(self.reused_weights, step) if shares else _NOTHING, self.autocast():
+            with around, self.reused_weights if shares else _NOTHING, self.autocast():
                 yield
         except (RuntimeError, TypeError) as error:
             self.explain(error)
@@ -235,19 +225,17 @@ class ForwardContexts:
         if module is not self._module:
             metrics = self._shadows.get(module)
             if metrics is None:
-                metrics = self._shadows[module] = Fp32Metrics(module, self.device_type)
+                metrics = self._shadows[module] = metrics_in_fp32(module, self.device_type)
         elif step is not None and self._step != step:
             self._begin(step, functools.partial(self.evaluation_step, module))
-        with metrics, _NOTHING if step is None else Fp32Outputs(module, step):
+        with metrics, _NOTHING if step is None else Overrides([Fp32Outputs(module, step)]):
             yield
-        if self._idle_rules is not None and step is not None:
-            self._idle_rules.after_evaluation_step()
 
     # -- epochs --------------------------------------------------------------------------------------------------------
 
     def _begin(self, step: str, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         """Prepare for the first step of an epoch, or for the first one after steps of another kind."""
-        self._fp32_metrics.find(self._module)
+        self._fp32_metrics = metrics_in_fp32(self._module, self.device_type)
         self._step = step
         name = _EPOCH_ENDS[step]
         if is_overridden(name, self._module, LightningModule):
@@ -274,7 +262,6 @@ class _TrainingStep:
     def __init__(self, contexts: ForwardContexts, fit: Any) -> None:
         self._contexts, self._fit = contexts, fit
         self._autocast: contextlib.AbstractContextManager[Any] | None = None
-        self._sharing = SharedCopies(contexts.reused_weights, "training_step")
         self.active = False
 
     def forget_autocast(self) -> None:
@@ -288,6 +275,7 @@ class _TrainingStep:
         self._around.__enter__()
         self._fp8 = self._contexts.fp8_layers
         self._fp8.__enter__()
+        self._sharing = self._contexts.reused_weights
         self._sharing.__enter__()
         if self._autocast is None or not self._contexts.autocast_stays:
             self._autocast = self._contexts.autocast()
@@ -307,11 +295,6 @@ class _TrainingStep:
             self._contexts.explain(exc[1])
         elif self._fit is not None:
             self._fit.end_training_step()
-
-
-def autocast_off(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context without autocast."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
 
 
 # -- float64 batches: NumPy's default, which autocast does not take ----------------------------------------------------
