@@ -171,6 +171,12 @@ def _place(tensor: Tensor) -> Place:
     return torch._C._data_address(tensor), tensor.shape, tensor.stride()
 
 
+# Remove when a hook can find out in which backward it runs.
+def backward_number() -> int:
+    """Return the number of the backward that runs in this thread; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
 # Remove when torch has a public hook for the end of a backward.
 def call_after_backward(function: Any) -> None:
     """Call a function, inside of a backward, when that backward has ended."""
