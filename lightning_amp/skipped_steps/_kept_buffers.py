@@ -89,7 +89,7 @@ class KeptBuffers:
         self._parts: dict[tuple[Optimizer, ...], list[_Part]] = {}
         self._before: _Snapshot | None = None  # the buffers before the open window; `None` if none is open
         self._latest: _Window | None = None  # the window of the last attempt
-        self._version = 0  # after that attempt
+        self._seen_version = 0  # after that attempt
         self._entered = False  # whether a training step has begun since
         self._will_step = False  # whether the open window had a backward, so that an optimizer step will follow
         self._had_backward = False  # whether this training step had one
@@ -138,14 +138,14 @@ class KeptBuffers:
         if window is not None:
             window.results[optimizer] = result
             self._restore(window)
-        self._version = _version(self._places)
+        self._seen_version = _version(self._places)
         self._entered = self._will_step = self._had_backward = False
         self._before = _Snapshot(self._places) if manual else None
 
     def _is_shared(self, window: _Window, optimizer: Optimizer) -> bool:
         """Return whether no forward has run since the last attempt, as in the order backward, backward, step, step."""
         same_step = not self._will_step or (self._counted and not self._entered)
-        return same_step and optimizer not in window.results and self._version == _version(self._places)
+        return same_step and optimizer not in window.results and self._seen_version == _version(self._places)
 
     @torch.no_grad()
     def _restore(self, window: _Window) -> None:
