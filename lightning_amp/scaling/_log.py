@@ -50,6 +50,7 @@ class StepResult:
 
 
 @final
+@dataclass(eq=False)
 class Subscription:
     """A listener of a :class:`RecordLog`, until :meth:`close`.
 
@@ -64,25 +65,17 @@ class Subscription:
 
     """
 
-    def __init__(
-        self,
-        listener: Callable[[list[StepRecord]], None],
-        everybody: list[Subscription],
-        *,
-        at_once: bool = False,
-        on_bad_loss: Callable[[StepRecord], None] | None = None,
-        before_update: Callable[[int, Optimizer], None] | None = None,
-        cause: Callable[[int], str] | None = None,
-    ) -> None:
-        self.listener, self.at_once, self.on_bad_loss = listener, at_once, on_bad_loss
-        self.before_update, self.cause = before_update, cause
-        self._everybody = everybody
-        everybody.append(self)
+    listener: Callable[[list[StepRecord]], None]
+    everybody: list[Subscription]
+    at_once: bool = False
+    on_bad_loss: Callable[[StepRecord], None] | None = None
+    before_update: Callable[[int, Optimizer], None] | None = None
+    cause: Callable[[int], str] | None = None
 
     @property
     def is_open(self) -> bool:
         """Return whether the listener still receives records."""
-        return self in self._everybody
+        return self in self.everybody
 
     def end_losses(self) -> None:
         """Stop calling `on_bad_loss`."""
@@ -91,7 +84,7 @@ class Subscription:
     def close(self) -> None:
         """End the subscription. A second call does nothing."""
         if self.is_open:
-            self._everybody.remove(self)
+            self.everybody.remove(self)
 
 
 @final
@@ -164,7 +157,8 @@ class RecordLog:
 
         Cost: nothing; with `at_once` one wait for the device per batch, or none where the host decides.
         """
-        return Subscription(listener, self.subscriptions, at_once=at_once, **also)
+        self.subscriptions.append(Subscription(listener, self.subscriptions, at_once, **also))
+        return self.subscriptions[-1]
 
     def announce(self, optimizer: Optimizer) -> None:
         """Call `before_update` of the listeners: this optimizer updates next, unless the device skips it."""
@@ -349,3 +343,28 @@ def _read_flags(steps: Sequence[StepResult]) -> list[tuple[float, float]]:
     """Read, with one transfer per device, whether each step was skipped, and whether it had a bad loss to report."""
     flags = read_scalars([flag.value for step in steps for flag in (step.skip, step.reported_bad_loss)])
     return list(zip(flags[::2], flags[1::2], strict=True))
+
+
+class StepCounts:
+    """What was done so far, for an object with `records` and a `scaler`."""
+
+    records: RecordLog
+    scaler: Any
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """Return the last attempted optimizer step. This waits for the device."""
+        return self._so_far()[2]
+
+    @property
+    def num_steps(self) -> int:
+        """Count the applied optimizer steps; in a Trainer, of all its fits. This waits for the device."""
+        return self._so_far()[0]
+
+    @property
+    def num_skipped(self) -> int:
+        """Count the skipped optimizer steps; in a Trainer, of all its fits. This waits for the device."""
+        return self._so_far()[1]
+
+    def _so_far(self) -> tuple[int, int, StepRecord | None]:
+        return self.records.so_far(lambda: None if self.scaler is None else self.scaler.scale_tensor)
