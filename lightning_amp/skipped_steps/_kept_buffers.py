@@ -54,6 +54,10 @@ class _Snapshot:
         ]
         return [([i], copy.view(-1)) for i, copy in pairs if i in part]
 
+    def floating(self, part: Collection[int] | None = None) -> list[Tensor]:
+        """Return the copies that may hold inf or NaN."""
+        return [copy for _, copy in self.copies(part) if copy.is_floating_point()]
+
     def _split(self, indices: list[int], flat: Tensor) -> list[Tensor]:
         tensors = [self.tensors[i] for i in indices]
         return [v.view(t.shape) for v, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
@@ -112,8 +116,9 @@ class KeptBuffers:
             return
         if not self._counted or before.version != _version(self._places):
             after = _Snapshot(self._places)
-            fine, bad = (all_finite(copy for _, copy in each.copies()) for each in (before, after))
-            self._choose(before, after, None, Skip(fine & bad.logical_not()))
+            if floating := after.floating():
+                bad = all_finite(before.floating()) & all_finite(floating).logical_not()
+                self._choose(before, after, None, Skip(bad))
         if not self._will_step:
             self._before = None
 
@@ -122,7 +127,7 @@ class KeptBuffers:
         found = {i: state_dict.get(place.qualified) for i, place in enumerate(self._places)}
         entries = {i: entry for i, entry in found.items() if entry is not None}  # some buffers are not saved
         before = self._before
-        if before is None or all_finite(entries.values()) or not all_finite(copy for _, copy in before.copies()):
+        if before is None or all_finite(entries.values()) or not all_finite(before.floating()):
             return
         for [i], copy in before.copies(entries):
             if entries[i].shape == before.tensors[i].shape:
@@ -158,8 +163,7 @@ class KeptBuffers:
             window.after = _Snapshot(self._places)
         for part, owners in self._parts_of(tuple(results)):
             skip = reduce(or_, (results[owner].skip for owner in owners))
-            floating = [copy for _, copy in window.after.copies(part) if copy.is_floating_point()]
-            if floating and not skip.known:  # NaN would stay in the buffers forever
+            if not skip.known and (floating := window.after.floating(part)):  # NaN would stay in the buffers forever
                 bad = all_finite(floating).logical_not()
                 skip |= Skip(bad & (doubt.flag(bad.device) > 0))
             self._choose(window.before, window.after, part, skip)
