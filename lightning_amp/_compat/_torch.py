@@ -135,6 +135,42 @@ def cast_to(parameter: Tensor, copy: Tensor) -> Tensor:
     return alias
 
 
+# Remove when torch can tell whether memory was written to since a point in time.
+def watch_writes(tensor: Tensor) -> Place | None:
+    """Mark the memory of a tensor on the CPU until the next write to it. Return its place; `None` if it has no mark.
+
+    It makes a copy on write and drops it, which marks the memory and copies nothing. Code that asks torch for a pointer
+    through which memory can be written removes the mark: operations in place and with `out=`, through the tensor or any
+    alias (`.data`, a view), NumPy, DLPack, `data_ptr()`. Memory that another tensor or library holds is not marked,
+    because the holder may have such a pointer already. A write to a bare address that was taken earlier is not seen.
+
+    On CUDA this would be wrong, because the kernels of `torch._foreach_*_` write through a pointer for reading.
+    """
+    storage = tensor.untyped_storage()
+    count_uses = getattr(torch._C, "_storage_Use_Count", None)  # some builds of torch 2.8 lack it
+    if count_uses is None or count_uses(storage._cdata) > 2:  # `tensor` and `storage` are two
+        return None
+    try:
+        with torch.no_grad():
+            torch._lazy_clone(tensor)
+    except RuntimeError:  # another library has allocated the memory
+        return None
+    return _place(tensor)
+
+
+# Remove with `watch_writes`.
+def is_unwritten(tensor: Tensor, place: Place) -> bool:
+    """Return whether the tensor is in the same place, and its memory still has the mark of :func:`watch_writes`."""
+    return torch._C._is_cow_tensor(tensor) and _place(tensor) == place
+
+
+Place = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+def _place(tensor: Tensor) -> Place:
+    return torch._C._data_address(tensor), tensor.shape, tensor.stride()
+
+
 # Remove when torch has a public hook for the end of a backward.
 def call_after_backward(function: Any) -> None:
     """Call a function, inside of a backward, when that backward has ended."""

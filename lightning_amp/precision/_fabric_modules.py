@@ -159,11 +159,6 @@ class FabricModules:
         for buffers in self._buffers:
             buffers.observe(optimizer, result, manual=False)
 
-    def forget(self) -> None:
-        """Drop half-precision copies of weights, which have moved."""
-        for forward in self.forwards:
-            forward.reused_weights.forget()
-
     def detach(self) -> None:
         """Restore the modules."""
         for forward in self.forwards:

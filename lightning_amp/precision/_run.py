@@ -86,7 +86,6 @@ class Run:
             evaluation,
             fp32_modules,
             plugin.forward_context,
-            module.trainer,
             autocast_stays=not {"forward_context", "autocast_context_manager"}.intersection(replaced),
         )
         self._undo.callback(self.forward.detach)
