@@ -54,6 +54,10 @@ class _Snapshot:
         ]
         return [([i], copy.view(-1)) for i, copy in pairs if i in part]
 
+    def floating(self, part: Collection[int] | None = None) -> list[Tensor]:
+        """Return the copies that may hold inf or NaN."""
+        return [copy for _, copy in self.copies(part) if copy.is_floating_point()]
+
     def _split(self, indices: list[int], flat: Tensor) -> list[Tensor]:
         tensors = [self.tensors[i] for i in indices]
         return [v.view(t.shape) for v, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
@@ -89,7 +93,7 @@ class KeptBuffers:
         self._parts: dict[tuple[Optimizer, ...], list[_Part]] = {}
         self._before: _Snapshot | None = None  # the buffers before the open window; `None` if none is open
         self._latest: _Window | None = None  # the window of the last attempt
-        self._version = 0  # after that attempt
+        self._seen_version = 0  # after that attempt
         self._entered = False  # whether a training step has begun since
         self._will_step = False  # whether the open window had a backward, so that an optimizer step will follow
         self._had_backward = False  # whether this training step had one
@@ -112,8 +116,9 @@ class KeptBuffers:
             return
         if not self._counted or before.version != _version(self._places):
             after = _Snapshot(self._places)
-            fine, bad = (all_finite(copy for _, copy in each.copies()) for each in (before, after))
-            self._choose(before, after, None, Skip(fine & bad.logical_not()))
+            if floating := after.floating():
+                bad = all_finite(before.floating()) & all_finite(floating).logical_not()
+                self._choose(before, after, None, Skip(bad))
         if not self._will_step:
             self._before = None
 
@@ -122,7 +127,7 @@ class KeptBuffers:
         found = {i: state_dict.get(place.qualified) for i, place in enumerate(self._places)}
         entries = {i: entry for i, entry in found.items() if entry is not None}  # some buffers are not saved
         before = self._before
-        if before is None or all_finite(entries.values()) or not all_finite(copy for _, copy in before.copies()):
+        if before is None or all_finite(entries.values()) or not all_finite(before.floating()):
             return
         for [i], copy in before.copies(entries):
             if entries[i].shape == before.tensors[i].shape:
@@ -138,14 +143,14 @@ class KeptBuffers:
         if window is not None:
             window.results[optimizer] = result
             self._restore(window)
-        self._version = _version(self._places)
+        self._seen_version = _version(self._places)
         self._entered = self._will_step = self._had_backward = False
         self._before = _Snapshot(self._places) if manual else None
 
     def _is_shared(self, window: _Window, optimizer: Optimizer) -> bool:
         """Return whether no forward has run since the last attempt, as in the order backward, backward, step, step."""
         same_step = not self._will_step or (self._counted and not self._entered)
-        return same_step and optimizer not in window.results and self._version == _version(self._places)
+        return same_step and optimizer not in window.results and self._seen_version == _version(self._places)
 
     @torch.no_grad()
     def _restore(self, window: _Window) -> None:
@@ -158,8 +163,7 @@ class KeptBuffers:
             window.after = _Snapshot(self._places)
         for part, owners in self._parts_of(tuple(results)):
             skip = reduce(or_, (results[owner].skip for owner in owners))
-            floating = [copy for _, copy in window.after.copies(part) if copy.is_floating_point()]
-            if floating and not skip.known:  # NaN would stay in the buffers forever
+            if not skip.known and (floating := window.after.floating(part)):  # NaN would stay in the buffers forever
                 bad = all_finite(floating).logical_not()
                 skip |= Skip(bad & (doubt.flag(bad.device) > 0))
             self._choose(window.before, window.after, part, skip)
