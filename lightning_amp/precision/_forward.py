@@ -27,7 +27,7 @@ from lightning_amp.casting import (
     metrics_in_fp32,
 )
 from lightning_amp.precision import _error_notes
-from lightning_amp.precision._unused_rules import warn_of_idle
+from lightning_amp.precision._unused_rules import report_idle
 
 _NOTHING = contextlib.nullcontext()
 _EPOCH_ENDS = {
@@ -125,7 +125,7 @@ class ForwardContexts:
     def finish(self) -> None:
         """Warn at the end of a fit of rules that had no effect."""
         if self._training_step is not None:
-            warn_of_idle(self.fp32_modules)
+            report_idle(self.fp32_modules)
 
     def detach(self) -> None:
         """Restore the module."""
@@ -221,13 +221,12 @@ class ForwardContexts:
 
     @contextlib.contextmanager
     def _around_evaluation(self, module: nn.Module, step: str | None) -> Generator[None, None, None]:
-        metrics = self._fp32_metrics
-        if module is not self._module:
-            metrics = self._shadows.get(module)
-            if metrics is None:
-                metrics = self._shadows[module] = metrics_in_fp32(module, self.device_type)
-        elif step is not None and self._step != step:
-            self._begin(step, functools.partial(self.evaluation_step, module))
+        if module is self._module:
+            if step is not None and self._step != step:
+                self._begin(step, functools.partial(self.evaluation_step, module))
+            metrics = self._fp32_metrics
+        elif (metrics := self._shadows.get(module)) is None:
+            metrics = self._shadows[module] = metrics_in_fp32(module, self.device_type)
         with metrics, _NOTHING if step is None else Overrides([Fp32Outputs(module, step)]):
             yield
 
