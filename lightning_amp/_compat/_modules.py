@@ -25,13 +25,6 @@ def norm_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
 
-def has_convolutions(module: torch.nn.Module) -> bool:
-    """Return whether a module contains a convolution. Remove when the common base class of convolutions is public."""
-    from torch.nn.modules.conv import _ConvNd
-
-    return any(isinstance(m, _ConvNd) for m in module.modules())
-
-
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
     """Return the dictionary in which a module looks up its own parameters.
 

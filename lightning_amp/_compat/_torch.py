@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import weakref
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -52,19 +51,6 @@ def sparse_values(grad: Tensor) -> Tensor:
 # found_inf flag.
 
 
-_in_graphs: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
-"""Scalers that a CUDA graph has captured. The graph reads and writes the tensors that they had at the capture."""
-
-
-def is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured.
-
-    During a capture the host must not wait, and every replay repeats the decisions made during the capture. Remove when
-    `torch.cuda.is_current_stream_capturing` does not raise in a torch without CUDA.
-    """
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 # Remove when `GradScaler` has a getter that does not wait.
 def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = None) -> Tensor:
     """Return the scale [], which no later update changes.
@@ -77,9 +63,7 @@ def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = Non
             scaler._lazy_init_scale_growth_tracker(device or torch.device(scaler._device))
         scale = scaler._scale
     assert scale is not None
-    if is_capturing():
-        _in_graphs.add(scaler)
-    return scale.clone() if scaler in _in_graphs else scale
+    return scale
 
 
 def growth_tracker(scaler: torch.amp.GradScaler) -> Tensor:
@@ -95,16 +79,7 @@ GROWTH_TRACKER = "_growth_tracker"
 
 # Remove when `GradScaler` has a setter.
 def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tensor | None = None) -> None:
-    """Replace the scale (and the growth tracker).
-
-    If a CUDA graph has captured the scaler, keep the memory of both tensors.
-    """
-    if scaler in _in_graphs:
-        assert scaler._scale is not None
-        scaler._scale.copy_(scale)
-        if tracker is not None:
-            growth_tracker(scaler).copy_(tracker)
-        return
+    """Replace the scale (and the growth tracker)."""
     scaler._scale = scale
     if tracker is not None:
         scaler._growth_tracker = tracker
@@ -112,7 +87,6 @@ def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tenso
 
 def reset_scale(scaler: torch.amp.GradScaler, scale: float, tracker: int = 0) -> None:
     """Return a scaler to its state before the first use, with this scale. Remove when `GradScaler` can be reset."""
-    _in_graphs.discard(scaler)
     scaler._init_scale, scaler._init_growth_tracker = scale, tracker
     scaler._scale = scaler._growth_tracker = None
     scaler._per_optimizer_states = _no_optimizer_states()
@@ -159,6 +133,42 @@ def cast_to(parameter: Tensor, copy: Tensor) -> Tensor:
     alias = _unsafe_view(parameter, parameter.shape)
     alias.data = copy
     return alias
+
+
+# Remove when torch can tell whether memory was written to since a point in time.
+def watch_writes(tensor: Tensor) -> Place | None:
+    """Mark the memory of a tensor on the CPU until the next write to it. Return its place; `None` if it has no mark.
+
+    It makes a copy on write and drops it, which marks the memory and copies nothing. Code that asks torch for a pointer
+    through which memory can be written removes the mark: operations in place and with `out=`, through the tensor or any
+    alias (`.data`, a view), NumPy, DLPack, `data_ptr()`. Memory that another tensor or library holds is not marked,
+    because the holder may have such a pointer already. A write to a bare address that was taken earlier is not seen.
+
+    On CUDA this would be wrong, because the kernels of `torch._foreach_*_` write through a pointer for reading.
+    """
+    storage = tensor.untyped_storage()
+    count_uses = getattr(torch._C, "_storage_Use_Count", None)  # some builds of torch 2.8 lack it
+    if count_uses is None or count_uses(storage._cdata) > 2:  # `tensor` and `storage` are two
+        return None
+    try:
+        with torch.no_grad():
+            torch._lazy_clone(tensor)
+    except RuntimeError:  # another library has allocated the memory
+        return None
+    return _place(tensor)
+
+
+# Remove with `watch_writes`.
+def is_unwritten(tensor: Tensor, place: Place) -> bool:
+    """Return whether the tensor is in the same place, and its memory still has the mark of :func:`watch_writes`."""
+    return torch._C._is_cow_tensor(tensor) and _place(tensor) == place
+
+
+Place = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+def _place(tensor: Tensor) -> Place:
+    return torch._C._data_address(tensor), tensor.shape, tensor.stride()
 
 
 # Remove when torch has a public hook for the end of a backward.

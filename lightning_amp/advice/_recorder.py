@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from typing_extensions import final, override
 
-from lightning_amp._compat import _aten, _modules
+from lightning_amp._compat import _modules
+from lightning_amp.advice import _aten
 from lightning_amp.advice._record import Allocation, Loss, Operation, Recording, Wait
 from lightning_amp.casting import flop_formulas, multiplied_dtype
 from lightning_amp.measure import BACKWARD, FORWARD, DeviceClock

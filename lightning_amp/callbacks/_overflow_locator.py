@@ -15,9 +15,9 @@ from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require_count
+from lightning_amp._files import location
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
-from lightning_amp._urls import location
 from lightning_amp.callbacks._early_checks import EarlyChecks
 from lightning_amp.callbacks._trainers import is_log_point, log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.causes.overflow import (

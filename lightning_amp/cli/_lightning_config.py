@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from typing_extensions import final
 
+from lightning_amp._files import open_to_read
 from lightning_amp._text import named
-from lightning_amp._urls import open_to_read
 from lightning_amp.cli._errors import UsageError
 
 SECTIONS = ("trainer", "model", "data", "optimizer", "lr_scheduler")

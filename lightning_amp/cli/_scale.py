@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_amp._files import child, is_url, location
 from lightning_amp._text import exact
-from lightning_amp._urls import child, is_url, location
 from lightning_amp.cli._errors import UsageError
 from lightning_amp.cli._output import json_writer, require_extra, table
 from lightning_amp.cli._runner import Command, Outcome, Request

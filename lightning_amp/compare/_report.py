@@ -11,9 +11,8 @@ from typing import Any
 
 from typing_extensions import final, override
 
-from lightning_amp._files import write_atomically
+from lightning_amp._files import open_to_read, write_atomically
 from lightning_amp._plain_data import Table
-from lightning_amp._urls import open_to_read
 from lightning_amp.compare import views
 from lightning_amp.compare._arm import Arm
 from lightning_amp.compare._judge import Judgement, judge

@@ -14,9 +14,8 @@ from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require
-from lightning_amp._files import write_atomically
+from lightning_amp._files import child, location, open_to_read, write_atomically
 from lightning_amp._text import named
-from lightning_amp._urls import child, location, open_to_read
 from lightning_amp.compare._run import ArmRun
 from lightning_amp.compare._run_file import FORMAT, RunFile
 

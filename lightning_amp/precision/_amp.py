@@ -1,7 +1,7 @@
 """`AmpPrecision`: mixed precision in which only rounding, speed and memory differ from fp32.
 
-One optimizer step, for every precision, in automatic and manual optimization (`_events.py` is the list that the
-documentation shows and a test compares):
+One optimizer step, for every precision, in automatic and manual optimization (`docs/design.md` has the whole list, which
+a test compares with recorded steps):
 
     scale the loss -> backward (autocast off) -> unscale once -> check finite -> on_before_optimizer_step hooks
       -> clip -> step or skip -> record -> [end of batch] update the scale once, for all optimizers
@@ -30,11 +30,11 @@ from typing_extensions import override
 from lightning_amp._arguments import require_bool
 from lightning_amp._compat._torch import unwrap_optimizer
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp.casting import Canonical, Choice, checked_module_rules
+from lightning_amp.casting import Canonical, Choice, autocast_off, checked_module_rules
 from lightning_amp.precision import _clipping, _refusals, _upcast_parameters
 from lightning_amp.precision._entries import STOCK_KEY, find_entry
 from lightning_amp.precision._first_line import first_line, precision_on, resumed, say
-from lightning_amp.precision._forward import autocast, autocast_off
+from lightning_amp.precision._forward import autocast
 from lightning_amp.precision._run import REPLACEABLE, Run
 from lightning_amp.precision._settings import Settings
 from lightning_amp.scaling import DerivativeScale, OptimizerSteps, RecordLog, Saved, StepCounts, load_state
@@ -303,8 +303,6 @@ class AmpPrecision(StepCounts, MixedPrecision):
         if run is None or run.steps is None or run.fold_plan.current().somebody_sees_backward:
             with autocast_off(self.device):
                 super().post_backward(tensor, module)
-        if run is not None:
-            run.forward.reused_weights.forget()
         return tensor.detach()
 
     def unscale_(self, optimizer: Any) -> None:
@@ -331,8 +329,6 @@ class AmpPrecision(StepCounts, MixedPrecision):
                 output = Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
             else:
                 output = run.step(steps, unwrap_optimizer(optimizer), closure, kwargs)
-        if run is not None:
-            run.forward.reused_weights.forget()
         return output
 
     @override

@@ -237,10 +237,8 @@ class FabricAmpPrecision(ScaledSteps, Precision):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        modules = self._ready()
-        output = self.step(optimizer, **kwargs)
-        modules.forget()
-        return output
+        self._ready()
+        return self.step(optimizer, **kwargs)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -92,9 +92,9 @@ class FabricModules:
                 forward.detach()
             raise
         for module, its_buffers in zip(modules, buffers, strict=True):
-            kept = KeptBuffers(norm_places(module), counted=True)
-            named = KeptBuffers(matching_places(module, its_buffers), counted=False)
-            self._buffers += filter(None, (kept, named)) if self.skips else ()
+            both = (norm_places(module), True), (matching_places(module, its_buffers), False)
+            kept = [KeptBuffers(module, found, counted=counted) for found, counted in both if found]
+            self._buffers += kept if self.skips else []
         self.forwards += added
         return summaries
 
@@ -157,12 +157,7 @@ class FabricModules:
         """Restore buffers if the step was skipped."""
         self._window_is_open = False
         for buffers in self._buffers:
-            buffers.observe(result, inside_step=False)
-
-    def forget(self) -> None:
-        """Drop half-precision copies of weights, which have moved."""
-        for forward in self.forwards:
-            forward.reused_weights.forget()
+            buffers.observe(optimizer, result, manual=False)
 
     def detach(self) -> None:
         """Restore the modules."""

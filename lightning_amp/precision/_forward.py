@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from typing_extensions import final
@@ -17,15 +16,15 @@ from typing_extensions import final
 from lightning_amp.casting import (
     Choice,
     EpochEnd,
-    Fp32Metrics,
     Fp32Modules,
     Fp32Outputs,
+    Overrides,
     ReusedWeights,
     Rule,
-    SharedCopies,
+    metrics_in_fp32,
 )
 from lightning_amp.precision import _error_notes
-from lightning_amp.precision._unused_rules import IdleRules
+from lightning_amp.precision._unused_rules import warn_of_idle
 
 Context = contextlib.AbstractContextManager[Any]
 _NOTHING = contextlib.nullcontext()
@@ -43,11 +42,6 @@ def autocast(choice: Choice, device_type: str) -> torch.autocast:
         return torch.autocast(device_type, enabled=False)
     # the cache would sum the gradients of all uses of a weight in half precision; see `casting/_reused_weights.py`
     return torch.autocast(device_type, dtype=choice.dtype, cache_enabled=False)
-
-
-def autocast_off(device_type: str) -> Context:
-    """Return a context without autocast."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
 
 
 @final
@@ -83,7 +77,6 @@ class ForwardContexts:
         evaluation: Precision of validation, test and prediction.
         rules: Rules for modules that compute in fp32. A rule that matches nothing raises a `ValueError`.
         autocast: Makes the plugin's forward context.
-        trainer: `None` in Fabric.
         autocast_stays: Whether that context is the same in each step, so that one can be reused.
 
     """
@@ -96,7 +89,6 @@ class ForwardContexts:
         evaluation: Choice,
         rules: Sequence[Rule],
         autocast: Callable[[], Context],
-        trainer: Trainer | None = None,
         *,
         autocast_stays: bool = True,
     ) -> None:
@@ -106,18 +98,13 @@ class ForwardContexts:
         self.evaluating = False
         mixed = training.mixed or evaluation.mixed
         self.fp32_modules = Fp32Modules(module, rules, device_type, active=mixed)
-        self.reused_weights = ReusedWeights(module, device_type, lambda: trainer.current_epoch if trainer else 0)
-        if mixed:
-            self.reused_weights.activate()
+        self._reused_weights = ReusedWeights(module, device_type) if mixed else _NOTHING
         self._fit: Any = None
         self._training_step: Together | None = None  # made once, which is noticeable in a step of a tiny model
         self.fp8_layers: Context = _NOTHING
-        self._metrics = Fp32Metrics(module, device_type)
+        self._metrics = metrics_in_fp32(module, device_type)
         self._step: str | None = None  # the kind of the step that ran last
         self._epoch_ends: dict[str, EpochEnd] = {}
-        self._idle_rules: IdleRules | None = None
-        if isinstance(module, LightningModule) and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._idle_rules = IdleRules(module, self.fp32_modules) if len(self.fp32_modules) else None
 
     @property
     def choice(self) -> Choice:
@@ -135,22 +122,21 @@ class ForwardContexts:
 
     def finish(self) -> None:
         """Warn at the end of a fit of rules that had no effect."""
-        if self._idle_rules is not None:
-            self._idle_rules.say()
+        if self._fit is not None:
+            warn_of_idle(self.fp32_modules)
 
     def detach(self) -> None:
         """Restore the module."""
         for hook in self._epoch_ends.values():
             hook.restore()
         self.fp32_modules.remove()
-        self.reused_weights.restore()
 
     def around(self, step: str | None) -> list[Context]:
         """Return the contexts of a training step except autocast, for Trainer and Fabric.
 
         For a backward, in which activation checkpointing runs forwards again, `step` is `None`.
         """
-        return [self._metrics, self.fp8_layers, SharedCopies(self.reused_weights, step)]
+        return [self._metrics, self.fp8_layers, *([] if step is None else [self._reused_weights])]
 
     def annotate(self, step: str, error: BaseException | None) -> None:
         """Add a note to an error about dtypes: where it was raised, and what to do."""
@@ -166,8 +152,6 @@ class ForwardContexts:
         """
         if fit is not None:
             fit.begin_training_step()
-        if self._idle_rules is not None:
-            self._idle_rules.before_training_step()
         self._begin("training_step", self.autocast)
         self._fit = fit
         step = self._training_step
@@ -203,8 +187,6 @@ class ForwardContexts:
                 yield
         finally:
             self.evaluating = before
-        if self._idle_rules is not None and step is not None:
-            self._idle_rules.after_evaluation_step()
 
     def _around_evaluation(self, module: nn.Module, step: str | None) -> list[Context]:
         contexts: list[Context] = []
@@ -212,11 +194,11 @@ class ForwardContexts:
         if self.evaluation.mixed:
             if is_own and step is not None:
                 self._begin(step, partial(self.evaluation_step, module))
-            contexts.append(self._metrics if is_own else Fp32Metrics(module, self.device_type))
+            contexts.append(self._metrics if is_own else metrics_in_fp32(module, self.device_type))
         if self.evaluation.mixed and step is not None:
-            contexts.append(Fp32Outputs(module, step))
+            contexts.append(Overrides([Fp32Outputs(module, step)]))
         if is_own and step is not None:  # users export models in hooks, and an export needs the module's own `forward`
-            contexts.append(SharedCopies(self.reused_weights, step))
+            contexts.append(self._reused_weights)
         return [*contexts, self.autocast()]
 
     def _begin(self, step: str, context: Callable[[], Context]) -> None:
@@ -224,7 +206,8 @@ class ForwardContexts:
         if step == self._step:
             return
         self._step = step
-        self._metrics.find(self.module)
+        self._metrics = metrics_in_fp32(self.module, self.device_type)
+        self._training_step = None  # made anew, with these metrics
         name = _EPOCH_ENDS[step]
         hook = self._epoch_ends.get(name)
         if is_overridden(name, self.module, LightningModule) and (hook is None or not hook.installed):

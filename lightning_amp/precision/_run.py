@@ -86,7 +86,6 @@ class Run:
             evaluation,
             fp32_modules,
             plugin.forward_context,
-            module.trainer,
             autocast_stays=not {"forward_context", "autocast_context_manager"}.intersection(replaced),
         )
         self._undo.callback(self.forward.detach)
@@ -166,15 +165,12 @@ class Run:
         if self.steps is not None:
             if not self._automatic:
                 self.steps.end_round()
-            self.protection.enter_step(manual=not self._automatic, on=self.steps.skips)
+            self.protection.enter_step()
 
     def end_training_step(self) -> None:
         """End a training step; in automatic optimization its optimizer step is still to come."""
-        if self.steps is not None:
-            if self.protection.active:
-                self.protection.leave_step()
-            if not self._automatic:
-                self.steps.end_round()
+        if self.steps is not None and not self._automatic:
+            self.steps.end_round()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -203,7 +199,7 @@ class Run:
     def step(
         self, steps: OptimizerSteps, optimizer: Optimizer, closure: Callable[[], Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Step or skip, in the order of `_events.py`, and return the output.
+        """Step or skip, in the order of `docs/design.md`, and return the output.
 
         The closure computes loss and gradients. It is Lightning's, or in manual optimization the user's.
         """

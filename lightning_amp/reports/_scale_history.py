@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from typing_extensions import final, override
 
+from lightning_amp._files import open_to_read
 from lightning_amp._text import alike, counted
-from lightning_amp._urls import open_to_read
 from lightning_amp.findings import StepPrecision, StepReason, StepRecord
 from lightning_amp.reports._scale_drawing import plot_histories
 from lightning_amp.reports._table import Table

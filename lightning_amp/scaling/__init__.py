@@ -3,7 +3,7 @@
 from lightning_amp.scaling._checkpoint import Saved
 from lightning_amp.scaling._derivative_scale import DerivativeScale
 from lightning_amp.scaling._gradients import HalfGradientsError, parameters
-from lightning_amp.scaling._guards import HeldSchedule, Tally
+from lightning_amp.scaling._holds import Hold
 from lightning_amp.scaling._log import RecordLog, StepCounts, StepResult, Subscription
 from lightning_amp.scaling._own_loop import ScaledSteps
 from lightning_amp.scaling._scalars import Skip
@@ -15,7 +15,7 @@ __all__ = [
     "DerivativeScale",
     "DynamicLossScaler",
     "HalfGradientsError",
-    "HeldSchedule",
+    "Hold",
     "OptimizerSteps",
     "RecordLog",
     "Saved",
@@ -25,7 +25,6 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "Subscription",
-    "Tally",
     "load_state",
     "parameters",
 ]

@@ -18,7 +18,7 @@ from lightning_amp._arguments import require, require_bool
 from lightning_amp._compat import _torch
 from lightning_amp.scaling._checkpoint import Saved
 from lightning_amp.scaling._gradients import parameters
-from lightning_amp.scaling._guards import HeldSchedule, Tally, hold_calls
+from lightning_amp.scaling._holds import Hold
 from lightning_amp.scaling._log import RecordLog, StepCounts, StepResult
 from lightning_amp.scaling._scaler import DynamicLossScaler, load_state
 from lightning_amp.scaling._steps import OWN_LOOP, Calls, OptimizerSteps, StepPlan
@@ -116,8 +116,7 @@ class ScaledSteps(StepCounts):
         self._reduces_on: torch.device | None = None
         self._latest: StepResult | None = None
         self._noted: list[tuple[StepResult, Callable[[], Any]]] = []
-        self._tallies: list[Tally] = []
-        self._schedules: list[HeldSchedule] = []
+        self._holds: list[Hold] = []
 
     def _go_on_in(self, precision: str, scaler: DynamicLossScaler | None) -> None:
         """Set the precision that records name, and the scaler, before the first backward."""
@@ -193,8 +192,8 @@ class ScaledSteps(StepCounts):
         self._latest = result
         if self._observer is not None:
             self._observer.observe(optimizer, result)
-        for tally in self._tallies:
-            tally.observe(optimizer, result.skip)
+        for hold in self._holds:
+            hold.observe(optimizer, result.skip)
         if steps.round_is_over:
             steps.end_round()
         return output
@@ -217,7 +216,7 @@ class ScaledSteps(StepCounts):
     def guard(self, target: Target, *methods: str) -> Target:
         """Have a schedule or an average skip with the steps, and return it.
 
-        Its methods do nothing if all optimizer steps since their last call were skipped.
+        Its methods do nothing if all optimizer steps since the last call that ran were skipped.
 
         Args:
             target: An LR scheduler, a `torch.optim.swa_utils.AveragedModel`, or any other object.
@@ -225,22 +224,17 @@ class ScaledSteps(StepCounts):
 
         Cost: nothing for a scheduler; calls of other objects wait for the device.
         """
-        if isinstance(target, LRScheduler) and methods in ((), ("step",)):
-            tally = Tally(target, _torch.unwrap_optimizer(target.optimizer))
-            self._schedules.append(HeldSchedule(target, tally))
-        else:
-            methods = methods or (("update_parameters",) if isinstance(target, AveragedModel) else ())
-            missing = [name for name in methods if not callable(getattr(target, name, None))]
-            if missing or not methods:
-                kind = type(target).__name__
-                raise ValueError(
-                    f"`{kind}` has no method {missing[0]!r} to guard."
-                    if missing
-                    else f"Name the method of `{kind}` that belongs to a step: `guard(ema, 'update')`."
-                )
-            tally = Tally(target, None)
-            hold_calls(target, methods, tally)
-        self._tallies.append(tally)
+        if not methods and isinstance(target, (LRScheduler, AveragedModel)):
+            methods = ("step" if isinstance(target, LRScheduler) else "update_parameters",)
+        missing = [name for name in methods if not callable(getattr(target, name, None))]
+        if missing or not methods:
+            kind = type(target).__name__
+            raise ValueError(
+                f"`{kind}` has no method {missing[0]!r} to guard."
+                if missing
+                else f"Name the method of `{kind}` that belongs to a step: `guard(ema, 'update')`."
+            )
+        self._holds.append(Hold(target, methods))
         return target
 
     def _make_noted_calls(self, optimizer: Optimizer | None = None) -> None:
@@ -248,9 +242,9 @@ class ScaledSteps(StepCounts):
         for result, call in noted:
             if not result.skip.wait():
                 call()
-        for schedule in self._schedules:
-            if optimizer is None or schedule.optimizer is optimizer:
-                schedule.resolve()
+        for hold in self._holds:
+            if optimizer is None or hold.optimizer is optimizer:
+                hold.resolve()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
 from lightning_amp.shadow._evaluation_pass import EVALUATION_FILE, EvaluationPass, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
 from lightning_amp.shadow._first_batches import FirstBatches
+from lightning_amp.shadow._fsdp2 import shard_of, shards_of_gathered
 from lightning_amp.shadow._gradient_sample import RowsBy, Sample, rows_of_parameters, take_sample
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
@@ -60,6 +61,8 @@ __all__ = [
     "require_unsharded",
     "rows_of_parameters",
     "run_private_fit",
+    "shard_of",
+    "shards_of_gathered",
     "take_sample",
     "tensor_parallel_size",
     "unnoticed",

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from typing_extensions import final
 
-from lightning_amp._compat import _modules, _sharding
+from lightning_amp._compat import _modules
 from lightning_amp.casting import gradient_cast, linear_layers, may_run_in_fp8
 from lightning_amp.findings import TOTAL, GradientRow, InaccurateDerivative
 from lightning_amp.numerics import (
@@ -29,6 +29,7 @@ from lightning_amp.numerics import (
 )
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._failures import Failure
+from lightning_amp.shadow._fsdp2 import counts_here
 from lightning_amp.shadow._ranks import OtherRankFailedError, gather
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._surroundings import is_sharded
@@ -206,7 +207,7 @@ def _counted(trainer: Trainer, module: LightningModule) -> set[str]:
     if not is_sharded(trainer):
         return set(parameters)
     model = cast(nn.Module, trainer.strategy.model)
-    return {name for name, parameter in parameters.items() if _sharding.counts_here(parameter, model)}
+    return {name for name, parameter in parameters.items() if counts_here(parameter, model)}
 
 
 @contextmanager

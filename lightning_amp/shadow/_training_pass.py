@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from typing_extensions import final
 
-from lightning_amp._compat import _lightning, _modules, _sharding
+from lightning_amp._compat import _modules, _sharding
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._shadow import Shadow
@@ -59,7 +59,7 @@ class TrainingPass:
         plugin = replaying(trainer.precision_plugin, clip_gradients=_do_nothing, unscale_=self._unscale)
         if isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler):
             vars(plugin).update(scaler=self._scaler(plugin.scaler))
-        stand_ins = _lightning.optimizer_attributes(trainer, self._stand_in)
+        stand_ins = _optimizer_attributes(trainer, self._stand_in)
         replaced = {
             "precision_plugin": plugin,
             "lr_scheduler_configs": [_idle_schedule(config) for config in trainer.lr_scheduler_configs],
@@ -304,3 +304,16 @@ def _idle_schedule(config: Any) -> Any:
     idle = copy.copy(config)
     idle.scheduler = View(config.scheduler, step=_do_nothing)
     return idle
+
+
+def _optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
+    """Return attributes for a view of a strategy in which `stand_in(optimizer)` replaces each optimizer.
+
+    `LightningModule.optimizers()` reads private attributes of the strategy. Remove when that method reads them from the
+    Trainer.
+    """
+    wrapped = trainer.strategy._lightning_optimizers
+    return {
+        "_lightning_optimizers": [stand_in(optimizer) for optimizer in wrapped],
+        "optimizers": [stand_in(optimizer) for optimizer in trainer.strategy.optimizers],
+    }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._containers import replace
-from lightning_amp._urls import open_to_read
+from lightning_amp._files import open_to_read
 from lightning_amp.tracing._conditions import RandomState
 
 _NOT_A_BUNDLE = "This is not a bundle of `OverflowLocator`, or one of a later version"

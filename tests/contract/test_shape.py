@@ -126,17 +126,17 @@ def written_from_outside(package: Package) -> Iterator[Finding]:
     """Find writes such as `window.scale = ...` to an attribute of another object.
 
     The attribute counts by its name, because nothing here knows types. Allowed are: an object that the function itself
-    is making (`new = copy.copy(old)`, or `Class.CONSTANT = ...` at the top of a file); `_compat`, which handles only
-    objects of torch and Lightning; attributes that no class of ours has (`parameter.grad`, `module.trainer`). The
-    search misses `x.things.append(...)`, `vars(x).update(...)`, computed names, and a `self` that is not the argument
-    of a method.
+    is making (`new = copy.copy(old)`, or `Class.CONSTANT = ...` at the top of a file); `_compat`, and what says when to
+    remove it, which handle objects of torch and Lightning; attributes that no class of ours has (`parameter.grad`,
+    `module.trainer`). The search misses `x.things.append(...)`, `vars(x).update(...)`, computed names, and a `self`
+    that is not the argument of a method.
     """
     own = {name for source in package if source.room != "_compat" for name in attributes(source)}
     for source in package:
         if source.room == "_compat":
             continue
         for target, name in foreign_writes(source):
-            if name in own:
+            if name in own and target.lineno not in source.with_an_end:
                 yield Finding(source.path, target.lineno, f"{ast.unparse(target)}.{name} is written from outside")
 
 

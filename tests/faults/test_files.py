@@ -112,50 +112,6 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["ScaleMonitor: 1 warning", "OverflowLocator: 1 warning", "bit-identical"]
 
 
-def test_leftovers_of_dead_processes_go(tmp_path: Path) -> None:
-    """Files of live processes stay, because those processes hold a lock."""
-    dead = tmp_path / f".a.csv.12345678{LEFTOVER}"
-    dead.write_text("half")
-    other = tmp_path / ".somebody_elses.tmp"
-    other.write_text("")
-
-    def write(file: Any) -> None:
-        file.write("outer")
-        write_atomically(tmp_path / "b.csv", lambda inner: inner.write("inner"))
-        assert len(list(tmp_path.glob(f".*{LEFTOVER}"))) == 1
-
-    write_atomically(tmp_path / "a.csv", write)
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a.csv": "outer", "b.csv": "inner", other.name: ""}
-
-
-def test_another_process_cleans_up_at_the_worst_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks that report the same step must not collide between creating a file and locking it."""
-    fcntl = pytest.importorskip("fcntl")
-    flock = fcntl.flock
-
-    def clean_up_first(file: Any, operation: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", flock)
-        write_atomically(tmp_path / "theirs.csv", lambda other: other.write("theirs"))
-        flock(file, operation)
-
-    monkeypatch.setattr(fcntl, "flock", clean_up_first)
-    write_atomically(tmp_path / "ours.csv", lambda file: file.write("ours"))
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"ours.csv": "ours", "theirs.csv": "theirs"}
-
-
-def test_another_process_cleans_up_before_the_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace = Path.replace
-
-    def clean_up_first(path: Path, target: Path) -> Path:
-        monkeypatch.setattr(Path, "replace", replace)
-        write_atomically(tmp_path / "theirs.csv", lambda other: other.write("theirs"))
-        return path.replace(target)
-
-    monkeypatch.setattr(Path, "replace", clean_up_first)
-    write_atomically(tmp_path / "ours.csv", lambda file: file.write("ours"))
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"ours.csv": "ours", "theirs.csv": "theirs"}
-
-
 def test_the_umask_is_the_users(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:

@@ -473,7 +473,7 @@ def half_parameters() -> Any:
 
 @scenario
 def auto() -> Any:
-    """The ranks would choose differently, as if their measurements differed; rank 1 must not measure at all."""
+    """The ranks would choose differently, as if their machines differed; rank 1 must not choose at all."""
     rank = int(os.environ["RANK"])
     machines.move_to("bf16-slow" if rank == 0 else "bf16-fast")
     plugin = AmpPrecision("auto", eval_precision="auto")

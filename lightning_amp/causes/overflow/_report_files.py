@@ -12,8 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import final
 
 from lightning_amp import _messages
-from lightning_amp._files import write_atomically
-from lightning_amp._urls import child
+from lightning_amp._files import child, write_atomically
 from lightning_amp.reports import OverflowReport
 from lightning_amp.shadow import KeptBatch, gather_on_zero
 from lightning_amp.tracing import make_bundle

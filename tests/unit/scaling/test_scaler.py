@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_amp import DynamicLossScaler
-from lightning_amp._compat import _torch
 
 TRACES = json.loads((Path(__file__).parent / "traces.json").read_text())
 POLICY = {"init_scale": 64.0, "growth_interval": 4, "min_scale": 1.0}
@@ -223,17 +222,3 @@ def test_repr_is_how_it_was_made(scaler: DynamicLossScaler) -> None:
         "DynamicLossScaler(init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000,"
         " hysteresis=1, min_scale=2.0**-14, max_scale=2.0**24, max_consecutive_skips=64)"
     )
-
-
-def test_after_a_capture_the_scale_stays_in_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    scaler = DynamicLossScaler(64.0, growth_interval=1)
-    before = scaler.scale(torch.ones(()))
-    monkeypatch.setattr(_torch, "is_capturing", lambda: True)
-    captured = _torch.scale_tensor(scaler)
-    monkeypatch.undo()
-    address = scaler._scale.data_ptr()
-    scaler.advance(torch.zeros(()))
-    assert (before.item(), captured.item(), scaler.get_scale()) == (64.0, 64.0, 128.0)
-    assert scaler._scale.data_ptr() == address
-    scaler.reset()  # the graph is not replayed any more
-    assert scaler.scale_tensor is scaler.scale_tensor

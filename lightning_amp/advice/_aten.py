@@ -1,9 +1,6 @@
-"""Torch operations below autograd. They are used to analyse a recorded step. Their names have an underscore."""
+"""Torch operations below autograd, by which the doctor knows what a step does. Their names have an underscore."""
 
 from __future__ import annotations
-
-import functools
-from typing import Any
 
 import torch
 
@@ -41,26 +38,3 @@ def scaled_product(
 ) -> torch.Tensor:
     """Multiply matrices in fp8, to bfloat16. Remove when torch 2.10, whose `scaled_mm` is public, is the oldest."""
     return _aten._scaled_mm(left, right, left_scale, right_scale, out_dtype=torch.bfloat16)
-
-
-@functools.cache
-def written(operation: Any) -> tuple[int | str, ...]:
-    """Return the arguments that an operation writes to: by position, keyword-only ones by name.
-
-    Remove with `viewed_or_written`.
-    """
-    schema = getattr(operation, "_schema", None)  # a higher-order operator has no schema
-    arguments = [] if schema is None else enumerate(schema.arguments)
-    changed = [(i, one) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write]
-    return tuple(one.name if one.kwarg_only else i for i, one in changed)
-
-
-@functools.cache
-def viewed_or_written(operation: Any) -> frozenset[int | str]:
-    """Return the arguments, by position and by name, whose memory an operation returns or writes to.
-
-    Remove when an operation's schema has a public name.
-    """
-    schema = getattr(operation, "_schema", None)  # a higher-order operator has no schema
-    arguments = [] if schema is None else enumerate(schema.arguments)
-    return frozenset(key for i, one in arguments if one.alias_info is not None for key in (i, one.name))

@@ -1,4 +1,4 @@
-"""Private names of torch around modules that FSDP1 shards. Read `_sharding.py` first."""
+"""A second run of a module that FSDP1 shards: the private state that it must put back. Read `_fsdp2.py` first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,33 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import final
 
-from lightning_amp._compat._attributes import Replaced
+
+@final
+class Replaced:
+    """Attributes that have other values until :meth:`restore`. Remove when `Fsdp1` and `Fsdp2` are gone."""
+
+    def __init__(self) -> None:
+        self._saved: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, **attributes: Any) -> None:
+        """Set attributes of an object.
+
+        Raises:
+            AttributeError: If the object has no such attribute.
+
+        """
+        for name, value in attributes.items():
+            self._saved.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+
+    def replace_existing(self, owner: Any, **attributes: Any) -> None:
+        """Set attributes, except those that the object does not have in this version of torch."""
+        self.replace(owner, **{name: value for name, value in attributes.items() if hasattr(owner, name)})
+
+    def restore(self) -> None:
+        """Set all attributes to their earlier values, the latest first."""
+        while self._saved:
+            setattr(*self._saved.pop())
 
 
 class NotNowError(RuntimeError):
