@@ -324,21 +324,6 @@ def is_profiling() -> bool:
     return bool(torch.autograd._profiler_enabled())
 
 
-def leaves(tensor: Tensor) -> list[Tensor]:
-    """Return the leaves that a backward of a tensor adds gradients to. Remove when torch lists them."""
-    seen, below = set(), [tensor.grad_fn]
-    found: list[Tensor] = []
-    while below:
-        node: Any = below.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        below += [following for following, _ in node.next_functions]
-    return found
-
-
 # --- wrappers of optimizers ------------------------------------------------------------------------------------------
 
 _WRAPPERS = {
