@@ -9,19 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-
-def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the user's optimizer behind a `LightningOptimizer`.
-
-    `.optimizer` is public, but importing its class in each step is slow. Remove when hooks get the user's optimizer.
-    """
-    if not type(optimizer).__name__.startswith("Lightning"):
-        return optimizer
-    from lightning.pytorch.core.optimizer import LightningOptimizer
-
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
 # --- Lightning: the precision plugin ----------------------------------------------------------------------------------
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.optim.optimizer as _optimizer_module
 from torch import Tensor
-from torch.utils import _foreach_utils
-from typing_extensions import final
 
 # --- torch: foreach and amp kernels ----------------------------------------------------------------------------------
 # The multi-tensor kernels that `GradScaler` and `torch.optim` run on are private; their public wrappers
@@ -193,12 +191,6 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, _FUSED_CLASSES) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-# Remove when torch has a public list.
-def fused_device_types() -> list[str]:
-    """Return the types of devices for which torch has fused optimizers."""
-    return _foreach_utils._get_fused_kernels_supported_devices()
-
-
 # Remove when loading a checkpoint leaves `fused` alone.
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer is still fused. Loading a checkpoint overwrites `fused`."""
@@ -266,58 +258,6 @@ def cpu_capabilities() -> Mapping[str, Any]:
     return {"amx_bf16": torch.cpu._is_amx_tile_supported(), "avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
 
 
-# Remove when torch 2.9, which has `fp32_precision`, is the oldest supported.
-def older_fp32_switches() -> tuple[Any, ...]:
-    """Return substitutes for the switches `fp32_precision` up to torch 2.8, and nothing from torch 2.9 on."""
-    return () if hasattr(torch.backends, "fp32_precision") else (_OlderMatmul(), _OlderCudnn())
-
-
-@final
-class _OlderMatmul:
-    """`torch.set_float32_matmul_precision` as a switch, for cuBLAS and, with "medium", oneDNN."""
-
-    @property
-    def fp32_precision(self) -> str:
-        precision = torch.get_float32_matmul_precision()
-        return "ieee" if precision == "highest" else precision
-
-    @fp32_precision.setter
-    def fp32_precision(self, precision: str) -> None:
-        words = {"ieee": "highest", "none": "highest", "tf32": "high"}
-        torch.set_float32_matmul_precision(words.get(precision, precision))
-
-
-@final
-class _OlderCudnn:
-    """`torch.backends.cudnn.allow_tf32`, for convolutions and recurrent layers, as a switch."""
-
-    @property
-    def fp32_precision(self) -> str:
-        return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
-
-    @fp32_precision.setter
-    def fp32_precision(self, precision: str) -> None:
-        torch.backends.cudnn.allow_tf32 = precision == "tf32"
-
-
-# Remove when a profile has a public list of allocations; `export_memory_timeline` is deprecated and writes a file.
-def peak_of_allocations(profile: Any) -> int:
-    """Return the most bytes that were allocated on the CPU at once in a profile with `profile_memory=True`."""
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    cpu = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
-    held = peak = 0
-    for event in sorted(cpu, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
-# Remove when there is a public check.
-def is_profiling() -> bool:
-    """Return whether a torch profiler is running in this thread. Starting a second one would end it."""
-    return bool(torch.autograd._profiler_enabled())
-
-
 def leaves(tensor: Tensor) -> list[Tensor]:
     """Return the leaves that a backward of a tensor adds gradients to. Remove when torch lists them."""
     seen, below = set(), [tensor.grad_fn]
@@ -335,15 +275,18 @@ def leaves(tensor: Tensor) -> list[Tensor]:
 
 # --- wrappers of optimizers ------------------------------------------------------------------------------------------
 
-_WRAPPERS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers", "accelerate.optimizer")
+_WRAPPERS = {"LightningOptimizer", "_FabricOptimizer", "AcceleratedOptimizer"}
 
 
 @functools.cache
 def is_wrapper(kind: type[Any]) -> bool:
-    """Return whether objects of a class are wrappers of Fabric or Accelerate. Remove with `unwrap_optimizer`."""
-    return any(base.__module__ in _WRAPPERS for base in kind.__mro__)
+    """Return whether objects of a class are wrappers of Lightning, Fabric or Accelerate.
+
+    Importing these classes in each step is slow. Remove with `unwrap_optimizer`.
+    """
+    return any(base.__name__ in _WRAPPERS for base in kind.__mro__)
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the user's optimizer behind a wrapper of Fabric or Accelerate. Remove when both have one public name."""
+    """Return the user's optimizer behind a wrapper. Remove when all of them have one public name."""
     return optimizer.optimizer if is_wrapper(type(optimizer)) else optimizer

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp._arguments import require_bool
-from lightning_amp._compat import _lightning
+from lightning_amp._compat import _torch
 from lightning_amp.casting import Canonical, Choice, checked_module_rules
 from lightning_amp.findings import StepRecord
 from lightning_amp.precision import _clipping, _refusals, _upcast_parameters
@@ -220,7 +220,7 @@ class AmpPrecision(MixedPrecision):
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         if self._run is not None:
-            unwrapped = [_lightning.unwrap_optimizer(o) for o in optimizers]
+            unwrapped = [_torch.unwrap_optimizer(o) for o in optimizers]
             self._run.connect(unwrapped, self.scaler, self.skip_nonfinite, self._ledger.log, self._fall_back_if_stuck)
         return super().connect(model, optimizers, lr_schedulers)
 
@@ -324,7 +324,7 @@ class AmpPrecision(MixedPrecision):
 
         """
         if self._fit is not None:
-            self._fit.steps.unscale_(_lightning.unwrap_optimizer(optimizer))
+            self._fit.steps.unscale_(_torch.unwrap_optimizer(optimizer))
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -335,7 +335,7 @@ class AmpPrecision(MixedPrecision):
             if fit is None:  # in an evaluation, or after the run, gradients are not scaled and steps not counted
                 output = Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
             else:
-                output = fit.step(_lightning.unwrap_optimizer(optimizer), closure, kwargs)
+                output = fit.step(_torch.unwrap_optimizer(optimizer), closure, kwargs)
         if self._run is not None:
             self._run.forward.reused_weights.forget()
         return output
@@ -347,7 +347,7 @@ class AmpPrecision(MixedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        optimizer = _lightning.unwrap_optimizer(optimizer)
+        optimizer = _torch.unwrap_optimizer(optimizer)
         if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             self.unscale_(optimizer)
             self.clip_grad_by_value(optimizer, clip_val)

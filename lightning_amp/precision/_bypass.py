@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import final, override
 
-from lightning_amp._compat import _lightning, _torch
+from lightning_amp._compat import _torch
 from lightning_amp.casting import MethodOverride
 from lightning_amp.scaling import Advice, OptimizerSteps
 
@@ -85,12 +85,12 @@ class ScalerByHand:
         self._on_backward()
 
     def _unscale(self, optimizer: Any) -> None:
-        optimizer = _lightning.unwrap_optimizer(optimizer)
+        optimizer = _torch.unwrap_optimizer(optimizer)
         self._steps.assume_scaled(optimizer)
         self._steps.unscale_(optimizer)
 
     def _step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer = _lightning.unwrap_optimizer(optimizer)
+        optimizer = _torch.unwrap_optimizer(optimizer)
         if id(optimizer) in self._stepping or self._steps.stepping:
             raise RuntimeError(
                 f"`scaler.step(optimizer)` was called inside of a step of `{type(optimizer).__name__}`, and would"
@@ -106,7 +106,7 @@ class ScalerByHand:
     def _step_method(self, optimizer: Optimizer) -> Callable[..., Any]:
         known: Any = self._module.optimizers()
         for one in known if isinstance(known, Iterable) else [known]:
-            if _lightning.unwrap_optimizer(one) is optimizer:
+            if _torch.unwrap_optimizer(one) is optimizer:
                 return one.step
         return partial(self._plugin.optimizer_step, optimizer, self._module, lambda: None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -121,3 +122,9 @@ def test_hooks_around_a_step() -> None:
     hook.only_looks = True  # type: ignore[attr-defined]
     assert not _torch.has_step_hooks(optimizer)
     handle.remove()
+
+
+def test_the_optimizer_of_the_user() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    assert _torch.unwrap_optimizer(LightningOptimizer(optimizer)) is optimizer
+    assert _torch.unwrap_optimizer(optimizer) is optimizer
