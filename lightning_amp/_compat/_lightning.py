@@ -90,6 +90,26 @@ def is_weight_averaging(callback: Any) -> bool:
     return base is not None and isinstance(callback, base)
 
 
+def is_lr_finder(callback: Any) -> bool:
+    """Return whether a callback records rates and losses for `Tuner.lr_find`. Remove when its class is public."""
+    from lightning.pytorch.tuner.lr_finder import _LRCallback
+
+    return isinstance(callback, _LRCallback)
+
+
+# Remove with `is_lr_finder`.
+def without_lr_finder_result(end: Any, trainer: Any, module: Any, outputs: Any, *batch: Any) -> None:
+    """Call `end`, `on_train_batch_end` of an LR finder, and drop its rate and its loss of this batch."""
+    finder = end.__self__
+    number = len(finder.losses)
+    loss = outputs["loss"] if isinstance(outputs, dict) and outputs else outputs
+    if isinstance(loss, Tensor) and not loss.isfinite():  # it would be in the moving average of all later losses
+        outputs = torch.tensor(finder.avg_loss / (1 - finder.beta**trainer.global_step))
+    end(trainer, module, outputs, *batch)
+    finder.best_loss = finder.best_loss if number else torch.inf  # its search ends at four times its best loss
+    del finder.losses[number:], finder.lrs[number:]
+
+
 def is_rank_zero() -> bool:
     """Return whether this process writes files. Remove when type checkers accept `rank_zero_only.rank`."""
     from lightning.pytorch.utilities.rank_zero import rank_zero_only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,3 +37,25 @@ def is_sharded_module(module: nn.Module) -> bool:
 
     is_unit = any(isinstance(part, FSDPModule) or is_wrapper(part) for part in module.modules())
     return is_unit or any(map(is_sharded, module.parameters()))
+
+
+def param_groups(state: Any) -> list[Any]:
+    """Return FSDP2's groups of parameters of one unit; one, or none, up to torch 2.11. Remove when they are public."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups) if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+
+
+def unsynchronised_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients that FSDP2 keeps of backwards without synchronisation, for these sharded parameters.
+
+    A loss scale that moves in between has to rescale them. Remove when `FSDPModule` returns them.
+    """
+    from torch.distributed import _composable_state
+
+    mine = {id(parameter) for parameter in parameters}
+    states: list[Any] = [state() for state in _composable_state._module_state_mapping.values()]
+    groups = [group for state in states if hasattr(state, "_fsdp_param_group") for group in param_groups(state)]
+    params = [param for group in groups for param in group.fsdp_params if id(param.sharded_param) in mine]
+    whole = [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in params]
+    kept = [*(param.unsharded_accumulated_grad for param in params), *whole]
+    return [local(gradient) for gradient in kept if gradient is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import platform
 from collections import defaultdict
 from collections.abc import Mapping
@@ -58,7 +57,8 @@ def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = Non
     """
     scale = scaler._scale
     if scale is None:
-        scaler._lazy_init_scale_growth_tracker(device or torch.device(scaler._device))
+        with torch.inference_mode(False):
+            scaler._lazy_init_scale_growth_tracker(device or torch.device(scaler._device))
         scale = scaler._scale
     assert scale is not None
     return scale
@@ -104,19 +104,6 @@ def take_found_infs(scaler: torch.amp.GradScaler) -> list[Tensor]:
     return [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
 
 
-# Remove when `GradScaler.update` takes a flag.
-def give_found_inf(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
-    """Pass our flag to a scaler of another class, so that its own `update` can be called."""
-    scaler._per_optimizer_states = _no_optimizer_states()
-    scaler._per_optimizer_states[0]["found_inf_per_device"] = {found_inf.device: found_inf}
-
-
-# Remove with `give_found_inf`.
-def has_found_infs(scaler: torch.amp.GradScaler) -> bool:
-    """Return whether a scaler has flags for its next update."""
-    return bool(scaler._per_optimizer_states)
-
-
 def _no_optimizer_states() -> Any:
     return defaultdict(torch.amp.grad_scaler._refresh_per_optimizer_state)
 
@@ -146,33 +133,10 @@ def cast_to(parameter: Tensor, copy: Tensor) -> Tensor:
     return alias
 
 
-# Remove when a hook can find out in which backward it runs.
-def backward_number() -> int:
-    """Return the number of the backward that runs in this thread; -1 outside of any."""
-    return torch._C._current_graph_task_id()
-
-
-# Remove when a hook can find out whether `backward` or `torch.autograd.grad` runs it.
-def adds_to_gradients(node: Any) -> bool:
-    """Return, inside a backward, whether it adds to `.grad` of a leaf below `node`; `torch.autograd.grad` does not.
-
-    The search stops at the first leaf that decides the answer. If all leaves are hidden in custom functions, the
-    result is `True`.
-    """
-    seen, below, leaves = {node}, [node], False
-    while below:
-        node = below.pop()
-        if hasattr(node, "variable"):  # the node that adds to the `.grad` of a leaf
-            leaves = True
-            try:
-                if torch._C._will_engine_execute_node(node):
-                    return True
-            except RuntimeError:  # "... but we are currently running autograd.grad()"
-                return False
-        nodes = {following for following, _ in getattr(node, "next_functions", ()) if following is not None} - seen
-        seen |= nodes
-        below += nodes
-    return not leaves
+# Remove when torch has a public hook for the end of a backward.
+def call_after_backward(function: Any) -> None:
+    """Call a function, inside of a backward, when that backward has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # --- torch: optimizers -----------------------------------------------------------------------------------------------
@@ -258,35 +222,25 @@ def cpu_capabilities() -> Mapping[str, Any]:
     return {"amx_bf16": torch.cpu._is_amx_tile_supported(), "avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
 
 
-def leaves(tensor: Tensor) -> list[Tensor]:
-    """Return the leaves that a backward of a tensor adds gradients to. Remove when torch lists them."""
-    seen, below = set(), [tensor.grad_fn]
-    found: list[Tensor] = []
-    while below:
-        node: Any = below.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        below += [following for following, _ in node.next_functions]
-    return found
-
-
 # --- wrappers of optimizers ------------------------------------------------------------------------------------------
 
-_WRAPPERS = {"LightningOptimizer", "_FabricOptimizer", "AcceleratedOptimizer"}
+_WRAPPERS = {
+    "lightning.pytorch.core.optimizer",
+    "pytorch_lightning.core.optimizer",
+    "lightning.fabric.wrappers",
+    "lightning_fabric.wrappers",
+    "accelerate.optimizer",
+}
 
 
-@functools.cache
-def is_wrapper(kind: type[Any]) -> bool:
-    """Return whether objects of a class are wrappers of Lightning, Fabric or Accelerate.
-
-    Importing these classes in each step is slow. Remove with `unwrap_optimizer`.
-    """
-    return any(base.__name__ in _WRAPPERS for base in kind.__mro__)
+def is_wrapper(optimizer: Any) -> bool:
+    """Return whether an object wraps an optimizer of the user. Remove with `unwrap_optimizer`."""
+    return type(optimizer).__module__ in _WRAPPERS and hasattr(optimizer, "optimizer")
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the user's optimizer behind a wrapper. Remove when all of them have one public name."""
-    return optimizer.optimizer if is_wrapper(type(optimizer)) else optimizer
+    """Return the user's optimizer behind a wrapper of Lightning, Fabric or Accelerate.
+
+    Remove when hooks get the user's optimizer.
+    """
+    return optimizer.optimizer if is_wrapper(optimizer) else optimizer

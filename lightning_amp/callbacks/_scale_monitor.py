@@ -217,8 +217,6 @@ class ScaleMonitor(Callback):
 
     def _extend(self, records: list[StepRecord]) -> None:
         for record in records:
-            if self._history.last is not None and record.precision != self._history.last.precision:
-                self._recent.clear()  # the plugin has warned of the skips in the earlier precision
             self._history.extend([record])
             self._recent.append(record.skipped)
 
@@ -235,8 +233,7 @@ class ScaleMonitor(Callback):
             return
         skipped = self._history.num_skipped
         rate = skipped / self._history.num_attempted
-        # After a fallback the plugin has no scaler any more.
-        scale = 1.0 if self._plugin is not None and self._plugin.scaler is None else last.next_scale
+        scale = last.next_scale
         log_metrics(trainer, {LOSS_SCALE: scale, SKIPPED_STEPS: float(skipped), SKIP_RATE: rate})
         if self.warn_below is not None and scale < self.warn_below and not self._warned:
             self._warned = True

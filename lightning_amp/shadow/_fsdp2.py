@@ -14,12 +14,6 @@ from lightning_amp._compat import _sharding
 from lightning_amp.shadow._fsdp1 import Fsdp1, Replaced
 
 
-def _param_groups(state: Any) -> list[Any]:
-    """Return the groups of a unit: one, or none, up to torch 2.11. Remove with `Fsdp2`."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return list(groups) if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
-
-
 def shared_internals(model: nn.Module) -> list[Any]:
     """Return objects of torch that the attributes of a sharded model refer to, and that must not be copied.
 
@@ -52,7 +46,7 @@ class Fsdp2:
 
         self._units: list[Any] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self._states: list[Any] = list(dict.fromkeys(unit._get_fsdp_state() for unit in self._units))
-        self._groups: list[Any] = [group for state in self._states for group in _param_groups(state)]
+        self._groups: list[Any] = [group for state in self._states for group in _sharding.param_groups(state)]
         self._params: list[Any] = [param for group in self._groups for param in group.fsdp_params]
         self._aside = Replaced()
         self._gathered: list[Any] = []

@@ -41,8 +41,7 @@ class TrainingPass:
         trainer: The trainer, inside a training epoch.
         module: The real module. Neither is changed.
         upcast: Convert half-precision parameters and buffers to float32, for a run in fp32.
-        precision: Our name of the step's precision, because a plugin that fell back goes on in another. Empty: the
-            present precision.
+        precision: Our name of the precision to run in. Empty: the present precision.
 
     Cost: building it copies the parameters, buffers and attributes. Running it is one forward and one backward.
     """

@@ -1,4 +1,4 @@
-"""Row 43: a checkpoint holds only plain containers, whatever the run reported, tried or fell back to."""
+"""Row 43: a checkpoint holds only plain containers, whatever the run reported or tried."""
 
 from __future__ import annotations
 
@@ -85,10 +85,6 @@ class Validated(Net):
         return plain_data()
 
 
-def falling() -> AmpPrecision:
-    return AmpPrecision("fp16", scaler=DynamicLossScaler(64.0, max_consecutive_skips=2), fallback=["bf16"])
-
-
 @dataclass
 class Situation:
     """A training run, and the fault that `OverflowLocator` has to find in it."""
@@ -124,8 +120,10 @@ SITUATIONS = {
     "torch's scaler": Situation(
         plugin=lambda: AmpPrecision("fp16", scaler=torch.amp.GradScaler("cpu")), poison={"gradient": [2]}
     ),
-    "fallback": Situation(plugin=falling, poison={"gradient": [1, 2]}),
-    "stuck": Situation(plugin=falling, poison={"loss": range(6)}),
+    "stuck": Situation(
+        plugin=lambda: AmpPrecision("fp16", scaler=DynamicLossScaler(64.0, max_consecutive_skips=2)),
+        poison={"loss": range(6)},
+    ),
     "penalty": Situation(Penalised, poison={"gradient": [2]}),
     "metric": Situation(Validated, data=plain_data),
 }

@@ -28,8 +28,6 @@ REASONS = {
     "overflow_reports": ["none", "loss", "none", "loss", *["none"] * 5],
     "overflow_reports_of_a_step_with_collectives": ["loss", "none", "gradient", "none", "none"],
     "gradient_figures": ["none", "loss", "none", "loss", *["none"] * 5],
-    "fall_back_unfused": ["none", "gradient", "gradient", *["none"] * 6],
-    "fall_back_fused": ["none", "gradient", "gradient", *["none"] * 6] * 8,
 }
 for name in ("manual_bsbs_fused", "manual_bsbs_unfused", "manual_bbss_fused", "manual_bbss_unfused"):
     REASONS[name] = [reason for second in ONE_PER_BATCH for reason in ("none", second)]
@@ -140,16 +138,6 @@ def test_a_stuck_run_stops_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     assert one == other
     assert "2 optimizer steps in a row were skipped" in one["message"]
     assert one["reports"] == [(1, 1, "backward"), (2, 0, "loss")]
-
-
-@pytest.mark.parametrize(("name", "precisions"), [
-    ("fall_back_unfused", ["fp16"] * 3 + ["fp32"] * 6),
-    ("fall_back_fused", ["fp16"] * 64 + ["fp32"] * 8),
-])  # fmt: skip
-def test_ranks_fall_back_at_the_same_step(name: str, precisions: list[str], ranks: list[dict[str, Any]]) -> None:
-    """One rank may have learned of the skips earlier: all ranks read the records together after 64 steps."""
-    assert [rank[name]["with"]["precisions"] for rank in ranks] == [precisions] * 2
-    assert ranks[0][name]["with"]["scale"] is None
 
 
 def test_gradient_figures_are_those_of_all_ranks(ranks: list[dict[str, Any]]) -> None:

@@ -184,23 +184,6 @@ def test_callbacks_look_and_change_nothing() -> None:
     assert (monitor.history.num_attempted, monitor.history.num_skipped) == (8, 0)
 
 
-def test_a_stuck_run_goes_on_in_bf16_and_the_layers_with_it(tmp_path: Path) -> None:
-    """After two limits in a row no layer is in fp8; a checkpoint resumes in bf16."""
-    amp = fp8(fallback=["bf16", "fp32"])
-    with pytest.warns(UserWarning, match=r"Training in 'fp8' is stuck, and goes on in 'bf16'"):
-        stuck = fit(Net, amp, batches(70), callbacks=[Poison(dict.fromkeys(range(64), "gradient"))])
-    assert (amp.num_steps, amp.num_skipped, amp.last_step.precision) == (6, 64, "bf16")
-    rest = DataLoader([*batches(70)][64:], batch_size=None)
-    assert_same(stuck, fit(Net, AmpPrecision("bf16"), rest))
-    stuck.save_checkpoint(tmp_path / "stuck.ckpt")
-    runs = [
-        fit(Net, p, batches(70), ckpt_path=tmp_path / "stuck.ckpt", max_epochs=2) for p in (fp8(), AmpPrecision("bf16"))
-    ]
-    assert_same(*runs)
-    assert runs[0].precision_plugin.precision == "bf16-mixed"
-    assert runs[0].precision_plugin.last_step.precision == "bf16"
-
-
 def test_records_name_fp8() -> None:
     amp = fp8()
     fit(Net, amp, batches(2))

@@ -105,7 +105,7 @@ def explain(
     with ExitStack() as stack:
 
         def start() -> TrainingPass:
-            return stack.enter_context(closing(TrainingPass(trainer, module, precision=record.precision)))
+            return stack.enter_context(closing(TrainingPass(trainer, module)))
 
         try:
             replay = ranks.run(start)

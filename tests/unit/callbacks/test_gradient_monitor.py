@@ -7,13 +7,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning_amp.scaling._common_scale import CommonScale
 from support import Recorder, Toy, batches, fit, stock
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
 from lightning_amp.callbacks import _gradient_monitor
 from lightning_amp.precision import scaled_grad, unscale_
-from lightning_amp.scaling._common_scale import CommonScale
 from lightning_amp.shadow import _gradient_sample
 
 KEYS = {_gradient_monitor.UNDERFLOW_FRACTION, _gradient_monitor.HEADROOM_BITS, _gradient_monitor.GRADIENT_SQNR_DB}

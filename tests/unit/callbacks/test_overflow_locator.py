@@ -313,23 +313,6 @@ def test_a_copy_in_the_middle_of_a_fit_has_nothing_of_the_run() -> None:
     assert [report.batch_idx for report in copies[3].reports] == [2]
 
 
-@pytest.mark.parametrize("fallback", ["bf16", "fp32"])
-def test_the_skip_after_which_the_plugin_fell_back_is_run_again_as_it_was(fallback: str) -> None:
-    """In the new precision the step would be finite."""
-
-    class Large(Toy):
-        def loss(self, batch: Any) -> Any:
-            return (self.net(batch).float() * 1e7).square().mean()
-
-    locator = OverflowLocator()
-    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(1.0, max_consecutive_skips=1), fallback=[fallback])
-    with pytest.warns(UserWarning, match=f"goes on in '{fallback}'"):
-        fit(Large, plugin, batches(2), callbacks=[locator])
-    [report] = locator.reports
-    assert (report.cause, report.precision, report.record.precision) == ("backward", "16-mixed", "fp16")
-    assert plugin.num_steps == 1
-
-
 class NoLabels(Toy):
     """The loss of chosen batches is the mean over nothing: NaN, with gradients of 0."""
 
