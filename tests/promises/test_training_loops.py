@@ -28,10 +28,10 @@ from support import (
 )
 from support.promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, fused_sgd, plain_adamw, plain_sgd, promise
 from torch import Tensor, nn
+from torch._functorch import config
 from torch.utils.data import DataLoader
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
-from lightning_amp._compat._modules import CompiledBackwardWithoutAutocast
 
 # -- row 11: optimizers that call their closure more than once ------------------------------------
 
@@ -451,7 +451,7 @@ class Compiled(Toy):
 
 
 needs_the_switch = pytest.mark.skipif(
-    not CompiledBackwardWithoutAutocast.is_possible(), reason="torch 2.8 runs compiled backwards under autocast"
+    not hasattr(config, "backward_pass_autocast"), reason="torch 2.8 runs compiled backwards under autocast"
 )
 
 
