@@ -15,15 +15,15 @@ from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require_count
+from lightning_amp._files import write_atomically
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
-from lightning_amp._urls import location
+from lightning_amp._urls import child, location
 from lightning_amp.callbacks._early_checks import EarlyChecks
 from lightning_amp.callbacks._trainers import is_log_point, log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.causes.overflow import (
     Explained,
     KnownCauses,
-    ReportFiles,
     blank_report,
     explain,
     largest_weight,
@@ -33,7 +33,7 @@ from lightning_amp.findings import StepRecord
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import OverflowReport
 from lightning_amp.scaling import Saved, Subscription
-from lightning_amp.shadow import BatchWindow, gather, is_sharded
+from lightning_amp.shadow import BatchWindow, gather
 
 OVERFLOWS = "amp/overflows"
 
@@ -107,9 +107,6 @@ class OverflowLocator(Callback):
         dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`, or its URL (`"s3://bucket/run"`,
             as Lightning's callbacks take it). `None` writes none. If it cannot be written, the locator warns once and
             training goes on. A file appears whole or not at all.
-        save_bundles: Also saves `overflow_step00007_rank0.pt` there: weights, batch, random state and scale, for
-            `lightning_amp.tracing.replay`. The file is as large as the model. Needs `dirpath`. It saves none if the
-            weights are sharded.
 
     Raises:
         ValueError: If an argument is out of its range, or fsspec does not support the protocol of `dirpath`.
@@ -122,26 +119,17 @@ class OverflowLocator(Callback):
     continues. Leave it out of a run that must not wait, once the model trains without skips.
     """
 
-    def __init__(
-        self,
-        *,
-        max_reports: int = 10,
-        dirpath: str | os.PathLike[str] | None = None,
-        save_bundles: bool = False,
-    ) -> None:
+    def __init__(self, *, max_reports: int = 10, dirpath: str | os.PathLike[str] | None = None) -> None:
         require_count("max_reports", max_reports, least=0)
-        if save_bundles and dirpath is None:
-            raise ValueError("`save_bundles=True` needs a folder to save them in: pass `dirpath`.")
         self.max_reports = max_reports
         self.dirpath = None if dirpath is None else location(dirpath, "dirpath")
-        self.save_bundles = bool(save_bundles)
         self._last_trainer = LastTrainer()
         self._forget()
         self._begin_fit()
 
     def _forget(self) -> None:
         self._causes = KnownCauses(self.max_reports)
-        self._files = None if self.dirpath is None else ReportFiles(self.dirpath, self.save_bundles)
+        self._warned_of_folder = False
         self._num_overflows = 0
 
     def _begin_fit(self) -> None:
@@ -189,12 +177,6 @@ class OverflowLocator(Callback):
         look = partial(self._before_update, trainer)
         self._plugin = plugin
         self._counting = plugin.records.subscribe(self._count, before_update=look, cause=self._causes.since)
-        if is_sharded(trainer) and self._files is not None and self.save_bundles:
-            self._files = ReportFiles(self._files.dirpath, save_bundles=False)
-            _messages.warn(
-                "`OverflowLocator` saves no bundles: the weights are sharded, and no rank has them all. It writes its"
-                " reports."
-            )
         reason = why_not_twice(trainer, pl_module, "training_step")
         if reason is not None:
             _messages.info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
@@ -311,7 +293,7 @@ class OverflowLocator(Callback):
                 else:  # the step of another optimizer, with the same batches
                     same = {"record": record, "precision": blank.precision, "scale_is": blank.scale_is}
                     mine = mine._replace(report=replace(mine.report, **same))
-                self._report(trainer, module, mine)
+                self._report(trainer, mine)
         num_attempted = self._plugin.records.num_attempted
         if num_attempted != self._num_attempted:  # the next window begins
             self._num_attempted = num_attempted
@@ -323,19 +305,18 @@ class OverflowLocator(Callback):
         for text in texts:
             _messages.warn(f"`OverflowLocator`: {text}")
 
-    def _report(self, trainer: Trainer, module: LightningModule, mine: Explained) -> None:
+    def _report(self, trainer: Trainer, mine: Explained) -> None:
         """Report a step to all ranks. All ranks make this call for the same step, because they agree on skips."""
         report = mine.report
         if report.cause == "weights" and not report.note:
             report = replace(report, note=self._early_checks.bad_setting)
-        everybodys = gather(trainer, mine._replace(report=report).for_others)
+        everybodys = gather(trainer, mine._replace(report=report))
         found = [one for one in everybodys if one.report.cause != "not reproduced" or one.report.note]
         found = origins(trainer, found)
         taken = self._causes.add(found or everybodys[:1])
         if trainer.global_rank == 0:
             self._print([report for report in taken if not report.is_repeated])
-        if self._files is not None and taken:
-            self._files.save(trainer, module, taken, mine.step)
+            self._save(taken)
 
     def _print(self, reports: list[OverflowReport]) -> None:
         with own_lines():
@@ -344,6 +325,20 @@ class OverflowLocator(Callback):
             if reports and self._causes.has_all_causes:
                 causes = "1 cause" if self.max_reports == 1 else f"{self.max_reports} different causes"
                 _log.warning(f"OverflowLocator: {causes} reported; it looks no more in this run.")
+
+    def _save(self, reports: list[OverflowReport]) -> None:
+        if self.dirpath is None:
+            return
+        try:
+            for report in reports:
+                name = f"overflow_step{report.record.index:05d}_rank{report.rank}.json"
+                write_atomically(child(self.dirpath, name), lambda file, report=report: file.write(report.to_json()))
+        except Exception as error:  # such as a full disk
+            if not self._warned_of_folder:
+                self._warned_of_folder = True
+                _messages.warn(
+                    f"`OverflowLocator` could not write to `{self.dirpath}`: {error}. Training is not affected."
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings and the reports for a pickle or a deep copy, without the current run."""

@@ -13,7 +13,7 @@ from lightning_amp.casting._float8 import (
     num_converted,
     share_of_flops,
 )
-from lightning_amp.casting._float8_recipes import checked_recipe, emulates, gradient_cast, name_of, needs_whole_tiles
+from lightning_amp.casting._float8_recipes import checked_recipe, emulates, name_of, needs_whole_tiles
 from lightning_amp.casting._fp32_metrics import Fp32Metrics, fp32_region, is_metric
 from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules, modules_matching
 from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
@@ -54,7 +54,6 @@ __all__ = [
     "emulates",
     "flop_formulas",
     "fp32_region",
-    "gradient_cast",
     "has_bf16_units",
     "is_metric",
     "linear_layers",

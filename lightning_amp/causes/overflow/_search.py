@@ -173,7 +173,7 @@ def _with_remedies(found: Explained, tried: list[Remedy]) -> Explained:
 
 def _not_found(report: OverflowReport, step: KeptBatch, number: int, note: str) -> Explained:
     report = replace(report, batch_idx=step.batch_idx, num_replayed=number, note=note)
-    return Explained(report, f"{report.cause}: {note}", step)
+    return Explained(report, f"{report.cause}: {note}")
 
 
 def _without_fp32(report: OverflowReport, run: _StepAsItWas, step: KeptBatch, number: int, note: str) -> Explained:
@@ -186,7 +186,7 @@ def _without_fp32(report: OverflowReport, run: _StepAsItWas, step: KeptBatch, nu
         parameters=report.parameters or run.parameters,
         note=note,
     )
-    return Explained(report, key_without_fp32(run.found, run.watch), step, _begins(run), _is_received(run))
+    return Explained(report, key_without_fp32(run.found, run.watch), _begins(run), _is_received(run))
 
 
 def _is_received(run: _StepAsItWas) -> bool:

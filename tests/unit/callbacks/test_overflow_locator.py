@@ -11,16 +11,15 @@ import fsspec
 import lightning as L
 import pytest
 import torch
-from support import DEVICE, Poison, Recorder, Toy, assert_same, batches, fit, flags_on_a_device, stock
+from support import Poison, Recorder, Toy, assert_same, batches, fit, flags_on_a_device, stock
 from support.stores import Bucket
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.overflows import BadRow, fp16, with_bad
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator, StepRecord
 from lightning_amp.callbacks import _overflow_locator
 from lightning_amp.scaling import RecordLog, Subscription
-from lightning_amp.tracing import replay
 
 
 class TwoFaults(BadRow):
@@ -126,31 +125,13 @@ def test_the_last_of_too_many_skips_is_reported_too() -> None:
     assert [r.batch_idx for r in locator.reports] == [2, 3, 4]
 
 
-def test_bundle(tmp_path: Path) -> None:
-    locator = OverflowLocator(dirpath=tmp_path, save_bundles=True)
-    net = lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))  # noqa: E731
-    plugin = AmpPrecision("fp16", scaler=2.0**24)
-    fit(lambda: Toy(net=net()), plugin, batches(1), callbacks=[locator])
-    path = tmp_path / "overflow_step00000_rank0.pt"
-    again = replay(path, lambda: Toy(net=net()), precision="fp16", device=DEVICE)
-    report = locator.reports[0]
-    assert (again.diagnosis, again.parameters) == (report.diagnosis, report.parameters)
-    fp32 = replay(path, lambda: Toy(net=net()))
-    assert fp32.diagnosis.cause == "none"
-    assert fp32.headroom_bits < 0
-    lower = 2.0**24 * 2.0 ** int(fp32.headroom_bits - 4)
-    assert replay(path, lambda: Toy(net=net()), precision="fp16", scale=lower).diagnosis.cause == "none"
-
-
-def test_reports_and_bundles_at_a_url(folder_url: str) -> None:
-    locator = OverflowLocator(dirpath=folder_url, save_bundles=True)
+def test_reports_at_a_url(folder_url: str) -> None:
+    locator = OverflowLocator(dirpath=folder_url)
     assert copy.deepcopy(locator).dirpath == pickle.loads(pickle.dumps(locator)).dirpath == folder_url
     fit(BadRow, fp16(), with_bad(5), callbacks=[locator])
     (report,) = locator.reports
     with fsspec.open(f"{folder_url}/overflow_step00005_rank0.json", "r") as file:
         assert file.read() == report.to_json()
-    again = replay(f"{folder_url}/overflow_step00005_rank0.pt", BadRow(), precision="fp16")
-    assert (again.diagnosis, again.parameters) == (report.diagnosis, report.parameters)
 
 
 @pytest.mark.parametrize("where", ["url", "folder"])
@@ -158,7 +139,7 @@ def test_one_warning_names_a_place_that_cannot_be_written(where: str, bucket_fol
     Bucket.failure = RuntimeError("no credentials")
     (tmp_path / "file").write_text("")
     dirpath = bucket_folder if where == "url" else str(tmp_path / "file" / "out")
-    locator = OverflowLocator(dirpath=dirpath, save_bundles=True)
+    locator = OverflowLocator(dirpath=dirpath)
     with pytest.warns(UserWarning, match="could not write") as caught:
         fit(BadRow, fp16(), with_bad(1, 2), callbacks=[locator])
     (text,) = [str(w.message) for w in caught if "could not write" in str(w.message)]
@@ -168,28 +149,10 @@ def test_one_warning_names_a_place_that_cannot_be_written(where: str, bucket_fol
     assert len(locator.reports) == 2
 
 
-def test_one_file_per_report_and_its_step(tmp_path: Path) -> None:
-    fit(BadRow, fp16(), with_bad(2, 5), callbacks=[OverflowLocator(dirpath=tmp_path, save_bundles=True)])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "overflow_step00002_rank0.json", "overflow_step00002_rank0.pt",
-        "overflow_step00005_rank0.json", "overflow_step00005_rank0.pt",
-    ]  # fmt: skip
-
-
-def test_a_batch_that_cannot_be_pickled_is_said_once(tmp_path: Path) -> None:
-    class Odd(BadRow):
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return {"x": batch, "odd": lambda: None}
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.loss(batch["x"])
-
-    locator = OverflowLocator(dirpath=tmp_path, save_bundles=True)
-    with pytest.warns(UserWarning, match="could not write") as caught:
-        fit(Odd, fp16(), with_bad(1, 2), callbacks=[locator])
-    assert sum("could not write" in str(w.message) for w in caught) == 1
-    assert len(locator.reports) == 2
-    assert len(list(tmp_path.glob("*.json"))) == 2
+def test_one_file_per_report(tmp_path: Path) -> None:
+    fit(BadRow, fp16(), with_bad(2, 5), callbacks=[OverflowLocator(dirpath=tmp_path)])
+    names = [f"overflow_step0000{step}_rank0.json" for step in (2, 5)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_without_our_plugin_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -250,11 +213,6 @@ def test_skips_before_a_crash_count() -> None:
 def test_max_reports_is_checked(value: Any) -> None:
     with pytest.raises(ValueError, match="`max_reports` must be an integer of 0 or more, got"):
         OverflowLocator(max_reports=value)
-
-
-def test_bundles_need_a_folder() -> None:
-    with pytest.raises(ValueError, match="pass `dirpath`"):
-        OverflowLocator(save_bundles=True)
 
 
 def test_count_and_reports_continue_after_a_resume(tmp_path: Path) -> None:
