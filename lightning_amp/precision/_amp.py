@@ -30,22 +30,20 @@ from typing_extensions import override
 from lightning_amp._arguments import require_bool
 from lightning_amp._compat._torch import unwrap_optimizer
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp._text import exact
 from lightning_amp.casting import Canonical, Choice, checked_module_rules
-from lightning_amp.findings import StepRecord
 from lightning_amp.precision import _clipping, _refusals, _upcast_parameters
 from lightning_amp.precision._entries import STOCK_KEY, find_entry
-from lightning_amp.precision._first_line import say, say_first_line
-from lightning_amp.precision._forward import autocast_off
+from lightning_amp.precision._first_line import first_line, precision_on, resumed, say
+from lightning_amp.precision._forward import autocast, autocast_off
 from lightning_amp.precision._run import REPLACEABLE, Run
 from lightning_amp.precision._settings import Settings
-from lightning_amp.scaling import DerivativeScale, OptimizerSteps, RecordLog, Saved, load_state
+from lightning_amp.scaling import DerivativeScale, OptimizerSteps, RecordLog, Saved, StepCounts, load_state
 from lightning_amp.skipped_steps import checked_buffer_rules
 
 _DERIVATIVES = "derivative_scale"  # saved only if the run has used it
 
 
-class AmpPrecision(MixedPrecision):
+class AmpPrecision(StepCounts, MixedPrecision):
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
@@ -164,24 +162,6 @@ class AmpPrecision(MixedPrecision):
         """Map the name of each `nn.Linear` to `None` if it ran in fp8 in the last fit, else to the reason."""
         return dict(self._fp8_layers)
 
-    @property
-    def last_step(self) -> StepRecord | None:
-        """Return the last attempted optimizer step. This waits for the device."""
-        return self._so_far()[2]
-
-    @property
-    def num_steps(self) -> int:
-        """Count the applied optimizer steps in all fits of one Trainer. This waits for the device."""
-        return self._so_far()[0]
-
-    @property
-    def num_skipped(self) -> int:
-        """Count the skipped optimizer steps in all fits of one Trainer. This waits for the device."""
-        return self._so_far()[1]
-
-    def _so_far(self) -> tuple[int, int, StepRecord | None]:
-        return self.records.so_far(lambda: None if self.scaler is None else self.scaler.scale_tensor)
-
     def flush(self) -> None:
         """Complete the steps since the last batch, wait for the device, and hand all records to the subscribers."""
         if self._steps is not None:
@@ -213,7 +193,14 @@ class AmpPrecision(MixedPrecision):
         run.check(self.restore_buffers, self.fp8_recipe)
         if run.fp8 is not None:
             self._fp8_layers = run.fp8.layers
-        say_first_line(run, self.scaler, why, self._settings.given_scaler, "", self.skip_nonfinite)
+        if fitting:
+            skips = self.skip_nonfinite or (self.scaler is not None and self.scaler.is_enabled())
+            given, resumes = self._settings.given_scaler, trainer.ckpt_path is not None
+            fp8, buffers = [] if run.fp8 is None else [run.fp8.summary], len(run.named_buffers)
+            lines = first_line([run.forward], why, self.scaler, given, skips, resumes, fp8, buffers)
+            say(lines)
+        elif why:
+            say([f"lightning_amp: {precision_on(training, self.device, why)}."])
         return module
 
     def _begin_log(self, goes_on: bool, precision: str) -> None:
@@ -239,13 +226,7 @@ class AmpPrecision(MixedPrecision):
     @override
     def autocast_context_manager(self) -> torch.autocast:
         choice = self._settled() if self._run is None else self._run.forward.choice
-        dtype = choice.dtype if choice.mixed else torch.get_autocast_dtype(self.device)
-        # the cache would sum the gradients of all uses of a weight in half precision; see `casting/_reused_weights.py`
-        return torch.autocast(self.device, dtype=dtype, enabled=choice.mixed, cache_enabled=False)
-
-    @override
-    def convert_input(self, data: Any) -> Any:
-        return data if self._run is None else self._run.forward.convert_input(data)
+        return autocast(choice, self.device)
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
@@ -403,10 +384,7 @@ class AmpPrecision(MixedPrecision):
         if _DERIVATIVES in saved:  # loaded first, because it may be refused
             self._derivatives.load(saved, _DERIVATIVES)
         say(load_state(saved, self.scaler, self.records))
-        before, now = "" if self.records.last is None else self.records.last.precision, self._settled().name
-        if before not in ("", now):
-            scale = "" if self.scaler is None else f", with loss scale {exact(self.scaler.get_scale())}"
-            say([f"lightning_amp: the run of the checkpoint was in {before!r}; this one goes on in {now!r}{scale}."])
+        say(resumed(state_dict, self._settled().name, self.scaler))
         if self._steps is not None:
             self._steps.note_scale()
 

@@ -19,11 +19,11 @@ from typing_extensions import final
 from lightning_amp import _messages
 from lightning_amp._compat import _lightning, _modules
 from lightning_amp._text import counted
-from lightning_amp.casting import Choice, Rule, SharedCopies
+from lightning_amp.casting import Choice, Rule
 from lightning_amp.precision import _refusals
-from lightning_amp.precision._anomaly import AnomalyCheck
+from lightning_amp.precision._anomaly import run_checked
 from lightning_amp.precision._clipping import FoldPlan
-from lightning_amp.precision._forward import ForwardContexts
+from lightning_amp.precision._forward import ForwardContexts, autocast
 from lightning_amp.precision._fp8 import Fp8
 from lightning_amp.scaling import Calls, DynamicLossScaler, HalfGradientsError, OptimizerSteps, RecordLog, StepPlan
 from lightning_amp.skipped_steps import BufferPlace, SkipProtection, matching_places
@@ -77,7 +77,7 @@ class Run:
         self.named_buffers: list[BufferPlace] = []
         self._plugin, self._replaced = plugin, replaced
         self._automatic = module.automatic_optimization
-        self._anomaly: AnomalyCheck | None = None
+        self._checked: Tensor | None = None  # a loss whose backward is checked for anomalies
         self._undo = contextlib.ExitStack()
         self.forward = ForwardContexts(
             module,
@@ -86,6 +86,7 @@ class Run:
             evaluation,
             fp32_modules,
             plugin.forward_context,
+            module.trainer,
             autocast_stays=not {"forward_context", "autocast_context_manager"}.intersection(replaced),
         )
         self._undo.callback(self.forward.detach)
@@ -111,6 +112,9 @@ class Run:
         """If this run is a fit, begin it with the user's unwrapped optimizers."""
         if not self.fitting:
             return
+        if self.steps is not None:
+            self.steps.close()
+            self.protection.detach()
         several = self.module.trainer.world_size > 1 and torch.distributed.is_initialized()
         self.steps = OptimizerSteps(
             scaler,
@@ -146,8 +150,7 @@ class Run:
         """Return the forward context of a training step in this precision; an empty name is the present precision."""
         if precision in ("", self.forward.training.name):
             return self._plugin.forward_context()
-        with self.forward.pretending(Choice.of(precision)):
-            return self._plugin.forward_context()
+        return autocast(Choice.of(precision), self.forward.device_type)
 
     def fp8_on(self, module: nn.Module, precision: str) -> contextlib.AbstractContextManager[None]:
         """Return the context of a copy's fp8 layers in a training step of this precision.
@@ -183,25 +186,17 @@ class Run:
             self.protection.note_backward()
         scaled = steps.scale_loss(loss)
         if steps.scaler is not None and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-            self._anomaly = AnomalyCheck(loss)
+            self._checked = loss
         return scaled
 
     def backward(self, run: Callable[..., None]) -> None:
         """Run the backward of a scaled loss."""
-        anomaly, self._anomaly = self._anomaly, None
-        around = contextlib.nullcontext() if self.steps is None else self.steps.scaled_backward()
-        # modules that activation checkpointing calls again share the casts of their weights
-        with self.forward.fp8_layers, SharedCopies(self.forward.reused_weights), around:
-            try:
-                if anomaly is None:
-                    run()
-                else:
-                    with anomaly:
-                        run(retain_graph=True)
-                    anomaly.check(self.module)
-            except (RuntimeError, TypeError) as error:
-                self.forward.annotate(error, "the backward")
-                raise
+        checked, self._checked = self._checked, None
+        with self.forward.backward(), contextlib.nullcontext() if self.steps is None else self.steps.scaled_backward():
+            if checked is None:
+                run()
+            else:
+                run_checked(run, checked, self.module)
 
     # -- step ----------------------------------------------------------------------------------------------------------
 
@@ -271,6 +266,8 @@ class Run:
                 self.steps.end_round()
             log.flush()
             if not interrupted:
+                if self.steps is not None:
+                    self.steps.release()
                 self._warn_of_lost_steps(log)
                 self.forward.finish()
                 if self.fp8 is not None:

@@ -4,7 +4,7 @@ from lightning_amp.scaling._checkpoint import Saved
 from lightning_amp.scaling._derivative_scale import DerivativeScale
 from lightning_amp.scaling._gradients import HalfGradientsError, parameters
 from lightning_amp.scaling._guards import HeldSchedule, Tally
-from lightning_amp.scaling._log import RecordLog, StepResult, Subscription
+from lightning_amp.scaling._log import RecordLog, StepCounts, StepResult, Subscription
 from lightning_amp.scaling._own_loop import ScaledSteps
 from lightning_amp.scaling._scalars import Skip
 from lightning_amp.scaling._scaler import DynamicLossScaler, load_state
@@ -21,6 +21,7 @@ __all__ = [
     "Saved",
     "ScaledSteps",
     "Skip",
+    "StepCounts",
     "StepPlan",
     "StepResult",
     "Subscription",

@@ -349,3 +349,28 @@ def _read_flags(steps: Sequence[StepResult]) -> list[tuple[float, float]]:
     """Read, with one transfer per device, whether each step was skipped, and whether it had a bad loss to report."""
     flags = read_scalars([flag.value for step in steps for flag in (step.skip, step.reported_bad_loss)])
     return list(zip(flags[::2], flags[1::2], strict=True))
+
+
+class StepCounts:
+    """What was done so far, for an object with `records` and a `scaler`."""
+
+    records: RecordLog
+    scaler: Any
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """Return the last attempted optimizer step. This waits for the device."""
+        return self._so_far()[2]
+
+    @property
+    def num_steps(self) -> int:
+        """Count the applied optimizer steps; in a Trainer, of all its fits. This waits for the device."""
+        return self._so_far()[0]
+
+    @property
+    def num_skipped(self) -> int:
+        """Count the skipped optimizer steps; in a Trainer, of all its fits. This waits for the device."""
+        return self._so_far()[1]
+
+    def _so_far(self) -> tuple[int, int, StepRecord | None]:
+        return self.records.so_far(lambda: None if self.scaler is None else self.scaler.scale_tensor)

@@ -13,15 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
-from typing_extensions import final
 
 from lightning_amp._arguments import require, require_bool
 from lightning_amp._compat import _torch
-from lightning_amp.findings import StepRecord
 from lightning_amp.scaling._checkpoint import Saved
 from lightning_amp.scaling._gradients import parameters
 from lightning_amp.scaling._guards import HeldSchedule, Tally, hold_calls
-from lightning_amp.scaling._log import RecordLog, StepResult
+from lightning_amp.scaling._log import RecordLog, StepCounts, StepResult
 from lightning_amp.scaling._scaler import DynamicLossScaler, load_state
 from lightning_amp.scaling._steps import OWN_LOOP, Calls, OptimizerSteps, StepPlan
 
@@ -40,8 +38,7 @@ class Observer(Protocol):
         """Handle a step."""
 
 
-@final
-class ScaledSteps:
+class ScaledSteps(StepCounts):
     """Backward, unscale and step for a training loop of your own: true gradients, and skips that leave no trace.
 
     .. code-block:: python
@@ -99,17 +96,21 @@ class ScaledSteps:
         unwrapped = [_torch.unwrap_optimizer(optimizer) for optimizer in optimizers] if is_sequence else []
         fine = is_sequence and all(isinstance(optimizer, Optimizer) for optimizer in unwrapped)
         require(fine, "optimizers", "a sequence of `torch.optim.Optimizer`", optimizers)
-        self.scaler = None if scaler is None else DynamicLossScaler.taking(scaler)
         self.skip_nonfinite = skip_nonfinite
         self.process_group = process_group
-        self._optimizers = unwrapped
-        self.begin_as(OWN_LOOP, str)
+        self._begin(None if scaler is None else DynamicLossScaler.taking(scaler), unwrapped)
 
-    def begin_as(self, calls: Calls, describe_skips: Callable[[], str]) -> None:
-        """Begin as the steps of a plugin, whose errors name its `calls`, and which tells later of its parameters."""
-        self._calls = calls
+    def _begin(
+        self,
+        scaler: DynamicLossScaler | None,
+        optimizers: Iterable[Optimizer] = (),
+        calls: Calls = OWN_LOOP,
+        describe_skips: Callable[[], str] = str,
+    ) -> None:
+        """Begin the first round. Errors name these `calls`, and describe the gradients of a stuck run."""
+        self._optimizers, self._calls = optimizers, calls
         self.records = RecordLog(describe_skips=describe_skips, has_callbacks=False)
-        self.go_on_in("", self.scaler)
+        self._go_on_in("", scaler)
         self._steps: OptimizerSteps | None = None
         self._observer: Observer | None = None
         self._reduces_on: torch.device | None = None
@@ -118,19 +119,11 @@ class ScaledSteps:
         self._tallies: list[Tally] = []
         self._schedules: list[HeldSchedule] = []
 
-    def go_on_in(self, precision: str, scaler: DynamicLossScaler | None) -> None:
+    def _go_on_in(self, precision: str, scaler: DynamicLossScaler | None) -> None:
         """Set the precision that records name, and the scaler, before the first backward."""
         self.scaler = scaler
         self.records.precision = precision
         self.records.limit = 64 if scaler is None else scaler.max_consecutive_skips
-
-    def serve(self, device: torch.device, observer: Observer) -> None:
-        """Set the device on which all ranks agree, and the observer of all steps."""
-        self._reduces_on, self._observer = device, observer
-
-    def expect(self, others: Iterable[Any]) -> None:
-        """Record parameters for which optimizers are to come."""
-        self._started().expect(others)
 
     def _started(self) -> OptimizerSteps:
         if self._steps is None:
@@ -150,25 +143,6 @@ class ScaledSteps:
         return self._steps
 
     # -- what was done so far ------------------------------------------------------------------------------------------
-
-    @property
-    def last_step(self) -> StepRecord | None:
-        """Return the last attempted optimizer step. This waits for the device."""
-        self._make_noted_calls()
-        return self._so_far()[2]
-
-    @property
-    def num_steps(self) -> int:
-        """Count the applied optimizer steps. This waits for the device."""
-        return self._so_far()[0]
-
-    @property
-    def num_skipped(self) -> int:
-        """Count the skipped optimizer steps. This waits for the device."""
-        return self._so_far()[1]
-
-    def _so_far(self) -> tuple[int, int, StepRecord | None]:
-        return self.records.so_far(lambda: None if self.scaler is None else self.scaler.scale_tensor)
 
     def flush(self) -> None:
         """End the round, wait for the device, and hand all records to the subscribers."""
@@ -292,10 +266,10 @@ class ScaledSteps:
             ValueError: If an entry is missing or wrong. Nothing changes then.
 
         """
-        for sentence in self.load(state_dict, type(self).__name__):
+        for sentence in self._load(state_dict, type(self).__name__):
             _LOGGER.info(sentence)
 
-    def load(self, state_dict: dict[str, Any], name: str) -> list[str]:
+    def _load(self, state_dict: dict[str, Any], name: str) -> list[str]:
         """Load a state that errors call `name`. Return a sentence for each setting that stays as it was passed."""
         sentences = load_state(Saved(state_dict, name), self.scaler, self.records)
         self._noted.clear()  # these calls, and the steps of this round, came after the checkpoint

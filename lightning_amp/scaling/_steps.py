@@ -164,12 +164,16 @@ class OptimizerSteps:
         if self._watch is not None:
             self._watch.watch(self._rest.params)
 
-    def close(self) -> None:
-        """Unscale all remaining gradients, and remove all hooks, because the run ends."""
+    def release(self) -> None:
+        """Unscale all remaining gradients, because the run ends."""
         for state in self._states.values():
             if self._watch is not None and not self._watch.came_plain(state.optimizer):
                 self._unscale(state)
             state.release()
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for state in self._states.values():
             state.forget_found()
         if self._guard is not None and self.scaler is not None:
             self._guard.close()

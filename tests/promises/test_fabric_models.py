@@ -363,7 +363,7 @@ def test_inputs_are_not_rounded(plugins: FabricPlugins, precision: str) -> None:
 @both_ways
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_dtypes_of_inputs_and_outputs(precision: str) -> None:
-    """With autocast, float64 inputs become float32. Integers stay, and half-precision outputs become float32."""
+    """Inputs stay as they are, float64 ones too. Half-precision outputs become float32."""
     seen: dict[str, torch.dtype] = {}
 
     class Sees(nn.Module):
@@ -379,10 +379,9 @@ def test_dtypes_of_inputs_and_outputs(precision: str) -> None:
     plugin = FabricAmpPrecision(precision)
     loop = Loop(plugin, Sees)
     batch = loop.fabric.to_device(batches()[0])
-    batch = batch if precision == "fp32" else batch.double()
-    result = loop.model(batch, ids=torch.arange(3, device=DEVICE), nested={"a": [batch]})
+    result = loop.model(batch, ids=torch.arange(3, device=DEVICE), nested={"a": [batch.double()]})
     half = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
-    assert seen == {"x": torch.float32, "ids": torch.int64, "nested": torch.float32, "out": half}
+    assert seen == {"x": torch.float32, "ids": torch.int64, "nested": torch.float64, "out": half}
     assert (result["out"].dtype, result["ids"].dtype, result["list"][0].dtype) == (
         torch.float32, torch.int64, torch.float32,
     )  # fmt: skip

@@ -135,7 +135,7 @@ def test_a_resume_says_what_it_does(before: str, after: str, tmp_path: Any, capl
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     caplog.set_level("INFO")
     quiet_trainer(plugins=[AmpPrecision(after)], max_epochs=2).fit(Toy(), batches(), ckpt_path=tmp_path / "last.ckpt")
-    said = "; this one goes on in" in caplog.text
+    said = f"was written in {before!r}, and training goes on in {after!r}" in caplog.text
     assert said == (before != after)
     assert not (said and "from the checkpoint" in caplog.text)
 
