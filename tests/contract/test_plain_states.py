@@ -110,6 +110,7 @@ SITUATIONS = {
     "large loss": planted("a loss that is summed", "divisor"),
     "large gradient": planted("a gradient inside that overflows", "scale"),
     "weight": planted("a weight that is NaN"),
+    "learning rate": planted("a learning rate that becomes NaN"),
     "batch": planted("a batch with NaN"),
     "sigmoid": planted("a sigmoid that is 1 in fp16", "source in fp32"),
     "sigmoid in bf16": planted("a sigmoid that is 1 in bf16", "logsigmoid"),

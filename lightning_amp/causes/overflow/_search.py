@@ -78,8 +78,8 @@ def _scale_is(scaler: torch.amp.GradScaler | None, record: StepRecord) -> ScaleI
 
 
 def largest_weight(trainer: Trainer, module: LightningModule) -> float:
-    """Return the largest magnitude of the parameters; all ranks must call. This waits for the device."""
-    found = [largest_finite(p.detach()) for p in module.parameters() if p.numel() and p.is_floating_point()]
+    """Return the largest magnitude of the trained parameters; all ranks must call. This waits for the device."""
+    found = [largest_finite(p.detach()) for p in module.parameters() if p.numel() and p.requires_grad]
     mine = float(stack_scalars(found).max()) if found else 0.0
     return max(gather(trainer, mine)) if is_sharded(trainer) else mine
 

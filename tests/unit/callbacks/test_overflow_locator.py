@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import pytest
 import torch
 from support import Poison, Recorder, Toy, assert_same, batches, fit, flags_on_a_device, stock
 from support.stores import Bucket
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.overflows import BadRow, fp16, with_bad
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator, StepRecord
 from lightning_amp.callbacks import _overflow_locator
+from lightning_amp.reports import OverflowReport
 from lightning_amp.scaling import RecordLog, Subscription
 
 
@@ -362,3 +364,102 @@ def test_the_error_of_a_stuck_run_repeats_the_cause_and_what_helps() -> None:
         assert ("Attach `OverflowLocator()`" in text) == (not callbacks)
         assert ("The cause, as `OverflowLocator` found it: the loss: the result of `mul`" in text) == bool(callbacks)
         assert ("'bf16', which has the range of fp32 (tried: works)" in text) == bool(callbacks)
+
+
+# -- values and learning rates that are not finite ---------------------------------------------------------------------
+
+
+def test_values_that_are_not_finite_at_the_start_are_named() -> None:
+    class Bad(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].weight.data[1, 1] = math.nan
+            self.norm = nn.BatchNorm1d(3)
+            self.norm.running_var[1] = math.inf
+            self.register_buffer("inverse_std", torch.tensor([1.0, math.inf]))
+
+    with pytest.warns(UserWarning, match="infinity: `net.0.weight`, `inverse_std`, `norm.running_var`. No step"):
+        fit(Bad, AmpPrecision("bf16"), batches(1), callbacks=[OverflowLocator()])
+
+
+def test_masks_and_markers_are_not_named() -> None:
+    class Masks(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            mask = torch.full((4, 4), -math.inf).triu(1)
+            self.register_buffer("mask", mask)
+            self.frozen_mask = nn.Parameter(mask.clone(), requires_grad=False)
+            self.register_buffer("best", torch.tensor(math.inf))
+            self.register_buffer("unset", torch.full((3,), math.nan))
+            self.register_buffer("distance", torch.tensor([[0, math.inf], [math.inf, 0]]))
+            self.register_buffer("empty", torch.zeros(0))
+
+    fit(Masks, AmpPrecision("bf16"), batches(1), callbacks=[OverflowLocator()])
+
+
+class Quantized(Tensor):
+    """Cannot be asked for its values, as torchao's quantized tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.isfinite, torch.isnan, Tensor.abs):
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_a_quantized_base_does_not_end_the_fit(is_parameter: bool) -> None:
+    class Based(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            base = torch.ones(8).as_subclass(Quantized)
+            if is_parameter:
+                self.base = nn.Parameter(base, requires_grad=False)
+            else:
+                self.register_buffer("base", base)
+
+    locator = OverflowLocator()
+    fit(Based, fp16(), callbacks=[locator, Poison(gradient=[2])])
+    assert len(locator.reports) == 1
+
+
+class SetsRate(Toy):
+    """The learning rate of one step is not finite."""
+
+    def __init__(self, value: float, skips: bool = False, manual: bool = False) -> None:
+        super().__init__(lambda params: torch.optim.AdamW(params, lr=0.01, fused=True))
+        self.value, self.skips, self.automatic_optimization = value, skips, not manual
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer: Any = self.trainer.optimizers[0]
+        optimizer.param_groups[0]["lr"] = self.value if batch_idx == 3 else 0.01
+        loss = self.loss(batch) * (math.inf if self.skips and batch_idx == 3 else 1.0)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+
+@pytest.mark.parametrize("manual", [True, False])
+@pytest.mark.parametrize(("value", "words"), [(math.nan, "NaN"), (math.inf, "infinite")])
+def test_a_learning_rate_that_broke_the_weights_is_the_cause(value: float, words: str, manual: bool) -> None:
+    locator = OverflowLocator()
+    fit(lambda: SetsRate(value, manual=manual), AmpPrecision("bf16"), callbacks=[locator])
+    report = locator.reports[0]
+    assert (report.cause, report.record.index, report.bad_rate[0]) == ("learning rate", 4, 3)
+    assert f"`net.0.weight` is not finite since step 3, whose learning rate was {words}" in str(report)
+    assert repr(OverflowReport.from_dict(report.as_dict())) == repr(report)
+
+
+def test_a_skipped_step_uses_no_learning_rate() -> None:
+    class Breaks(SetsRate):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            if batch_idx == 5:
+                self.net[0].weight.data[0] = math.nan
+
+    locator = OverflowLocator()
+    fit(lambda: Breaks(math.nan, skips=True), AmpPrecision("bf16"), callbacks=[locator])
+    assert [report.cause for report in locator.reports[:2]] == ["loss", "weights"]

@@ -110,5 +110,3 @@ def test_what_cannot_be_trained_may_be_evaluated() -> None:
         run(TrainerFn.FITTING, module).check([])
     with pytest.raises(ValueError, match=r"nothing\*"):
         run(TrainerFn.FITTING).check(["nothing*"])
-
-
