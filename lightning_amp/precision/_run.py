@@ -203,7 +203,7 @@ class Run:
     def step(
         self, steps: OptimizerSteps, optimizer: Optimizer, closure: Callable[[], Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Step or skip, in the order of `_events.py`, and return the output.
+        """Step or skip, in the order of `docs/design.md`, and return the output.
 
         The closure computes loss and gradients. It is Lightning's, or in manual optimization the user's.
         """

@@ -77,19 +77,12 @@ class Saved:
 
 
 def _is_step(value: Any) -> bool:
-    try:
-        step = StepRecord(*value)
-    except TypeError:
+    if not isinstance(value, (list, tuple)) or len(value) not in (6, 7):
         return False
-    return (
-        is_count(step.index, 0)
-        and is_count(step.optimizer_idx, 0)
-        and is_number(step.scale)
-        and is_number(step.next_scale)
-        and isinstance(step.skipped, bool)
-        and step.reason in get_args(StepReason)
-        and step.precision in get_args(StepPrecision)
-    )
+    index, optimizer, scale, following, skipped, reason, precision = [*value, ""][:7]  # an older one has six
+    whole, numbers = is_count(index, 0) and is_count(optimizer, 0), is_number(scale) and is_number(following)
+    words = reason in get_args(StepReason) and precision in get_args(StepPrecision)
+    return whole and numbers and isinstance(skipped, bool) and words
 
 
 def _wrong(name: str, rule: str, value: Any) -> ValueError:
@@ -107,11 +100,9 @@ def check_scaler_state(values: Any, name: str) -> None:
         state.number(key, above=0.0)
     state.count("growth_interval", least=1)
     state.count(_torch.GROWTH_TRACKER)
-    for key in ("min_scale", "max_scale"):
-        if key in state:
-            state.number(key, above=0.0)
-    for key in ("hysteresis", "max_consecutive_skips"):
-        if key in state:
-            state.count(key, least=1)
+    for key in {"min_scale", "max_scale"}.intersection(state.values):
+        state.number(key, above=0.0)
+    for key in {"hysteresis", "max_consecutive_skips"}.intersection(state.values):
+        state.count(key, least=1)
     if "_hysteresis_tracker" in state:
         state.take("_hysteresis_tracker", "a whole number", lambda value: isinstance(value, int))

@@ -50,6 +50,7 @@ class StepResult:
 
 
 @final
+@dataclass(eq=False)
 class Subscription:
     """A listener of a :class:`RecordLog`, until :meth:`close`.
 
@@ -64,25 +65,17 @@ class Subscription:
 
     """
 
-    def __init__(
-        self,
-        listener: Callable[[list[StepRecord]], None],
-        everybody: list[Subscription],
-        *,
-        at_once: bool = False,
-        on_bad_loss: Callable[[StepRecord], None] | None = None,
-        before_update: Callable[[int, Optimizer], None] | None = None,
-        cause: Callable[[int], str] | None = None,
-    ) -> None:
-        self.listener, self.at_once, self.on_bad_loss = listener, at_once, on_bad_loss
-        self.before_update, self.cause = before_update, cause
-        self._everybody = everybody
-        everybody.append(self)
+    listener: Callable[[list[StepRecord]], None]
+    everybody: list[Subscription]
+    at_once: bool = False
+    on_bad_loss: Callable[[StepRecord], None] | None = None
+    before_update: Callable[[int, Optimizer], None] | None = None
+    cause: Callable[[int], str] | None = None
 
     @property
     def is_open(self) -> bool:
         """Return whether the listener still receives records."""
-        return self in self._everybody
+        return self in self.everybody
 
     def end_losses(self) -> None:
         """Stop calling `on_bad_loss`."""
@@ -91,7 +84,7 @@ class Subscription:
     def close(self) -> None:
         """End the subscription. A second call does nothing."""
         if self.is_open:
-            self._everybody.remove(self)
+            self.everybody.remove(self)
 
 
 @final
@@ -164,7 +157,8 @@ class RecordLog:
 
         Cost: nothing; with `at_once` one wait for the device per batch, or none where the host decides.
         """
-        return Subscription(listener, self.subscriptions, at_once=at_once, **also)
+        self.subscriptions.append(Subscription(listener, self.subscriptions, at_once, **also))
+        return self.subscriptions[-1]
 
     def announce(self, optimizer: Optimizer) -> None:
         """Call `before_update` of the listeners: this optimizer updates next, unless the device skips it."""

@@ -41,7 +41,7 @@ class GradientState:
 
     """
 
-    def __init__(self, optimizer: Optimizer, index: int) -> None:
+    def __init__(self, optimizer: Any, index: int) -> None:
         self.index = index
         self.scale: Tensor | None = None
         self.loss: Tensor | None = None

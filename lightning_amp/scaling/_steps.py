@@ -2,8 +2,7 @@
 
 A round is :meth:`OptimizerSteps.scale_loss`, the backward inside :meth:`OptimizerSteps.scaled_backward`,
 :meth:`OptimizerSteps.step`, and :meth:`OptimizerSteps.end_round`. The Trainer's plugin, Fabric's plugin and
-:class:`ScaledSteps` all use this class. This file does not import Lightning; `precision/_events.py` lists the order of
-events.
+:class:`ScaledSteps` all use this class. This file does not import Lightning. `docs/design.md` lists the events in order.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -72,21 +72,6 @@ class Calls(NamedTuple):
 OWN_LOOP = Calls("`ScaledSteps`", "steps.backward(loss)", "`steps.step(optimizer)`", "Call `steps.step(optimizer)`")
 
 
-class _Rest:
-    """Stands for the optimizers of parameters for which none is known yet."""
-
-    def __init__(self) -> None:
-        self.param_groups: list[dict[str, Any]] = [{"params": []}]
-
-    @property
-    def params(self) -> list[Any]:
-        return self.param_groups[0]["params"]
-
-    @params.setter
-    def params(self, params: list[Any]) -> None:
-        self.param_groups[0]["params"] = params
-
-
 @final
 class OptimizerSteps:
     """All optimizer steps of a fit or a loop.
@@ -132,8 +117,8 @@ class OptimizerSteps:
         self.backward_call, self.step_call = calls.backward, calls.step
         self._all_reduce_max, self._reduces_on = all_reduce_max, device
         self._states = {id(optimizer): GradientState(optimizer, i) for i, optimizer in enumerate(optimizers)}
-        self._rest = _Rest()
-        self._rest_state = GradientState(self._rest, -1)  # pyright: ignore[reportArgumentType]
+        self._rest: list[Any] = []  # parameters for which an optimizer is to come
+        self._rest_state = GradientState(SimpleNamespace(param_groups=[{"params": self._rest}]), -1)
         self._scale_has_changed = False  # between two backwards
         self._round: list[StepResult] = []
         self._stepped: set[int] = set()  # indices of the optimizers that have stepped in this round
@@ -146,7 +131,7 @@ class OptimizerSteps:
             self._watch = BackwardWatch()
             for state in self._states.values():
                 self._watch.watch_first(state.optimizer)
-            known = {id(p) for state in self._states.values() for p in parameters(state.optimizer)}
+            known = self._known_parameters()
             self._watch.watch(p for p in watched if id(p) not in known)
             self._guard = StepGuard(self, self._watch)
             self.scaler.serve(self)
@@ -158,11 +143,14 @@ class OptimizerSteps:
 
     def expect(self, params: Iterable[Any]) -> None:
         """Carry the gradients of parameters for which optimizers are to come."""
-        known = {id(p) for state in self._states.values() for p in parameters(state.optimizer)}
-        known.update(map(id, self._rest.params))
-        self._rest.params += [p for p in params if p.requires_grad and id(p) not in known]
+        known = self._known_parameters()
+        self._rest += [p for p in params if p.requires_grad and id(p) not in known]
         if self._watch is not None:
-            self._watch.watch(self._rest.params)
+            self._watch.watch(self._rest)
+
+    def _known_parameters(self) -> set[int]:
+        known = {id(p) for state in self._states.values() for p in parameters(state.optimizer)}
+        return known.union(map(id, self._rest))
 
     def release(self) -> None:
         """Unscale all remaining gradients, because the run ends."""
@@ -199,7 +187,7 @@ class OptimizerSteps:
                     state.scale = self._rest_state.scale
                 self._watch.watch_first(optimizer)
             mine = {id(p) for p in parameters(optimizer)}
-            self._rest.params = [p for p in self._rest.params if id(p) not in mine]
+            self._rest[:] = [p for p in self._rest if id(p) not in mine]
         self._states[id(optimizer)] = state
         return state
 
@@ -207,8 +195,7 @@ class OptimizerSteps:
         """Refuse a new optimizer if its gradients may be sums of backwards with several scales."""
         if not self._scale_has_changed:
             return
-        known = {id(p) for state in self._states.values() for p in parameters(state.optimizer)}
-        known.update(map(id, self._rest.params))
+        known = self._known_parameters()
         others = [p.grad for p in parameters(optimizer) if p.grad is not None and id(p) not in known]
         if any(map(_modules.version, others)):  # a backward that adds to a gradient writes in place
             raise RuntimeError(
@@ -232,7 +219,7 @@ class OptimizerSteps:
     def _add_loss(self, loss: Tensor) -> None:
         for state in self._states.values():
             state.add_loss(loss, may_have_none=self._all_reduce_max is not None)
-        if self._expects_more or self._rest.params:
+        if self._expects_more or self._rest:
             self._rest_state.add_loss(loss, may_have_none=True)
 
     def _carry(self, to: Tensor) -> None:
@@ -482,18 +469,15 @@ class OptimizerSteps:
             refused = state.is_scaled or (state.found_inf is not None and not state.folded)
         if not refused or not has_gradients(optimizer):
             return
-        name = f"`{type(optimizer).__name__}.step()`"
         if watch.is_scaled:
             fix = f"It was called inside the backward: call {self.step_call} after it, or use precision 'bf16'"
         else:
             fix = f"Call {self.step_call}" if state is not None else self._calls.unknown
-        if state is not None and not state.is_scaled:
-            why = "which therefore cannot skip it if its gradients have overflowed"
-        else:
-            assert self.scaler is not None
-            scale = self.scaler.get_scale()
-            why = f"while its gradients are multiplied by the loss scale ({scale:.10g}), and nothing has checked them"
-        raise RuntimeError(f"{name} was called past {self._calls.owner}, {why}. {fix}.")
+        scale = None if self.scaler is None else self.scaler.get_scale()
+        raise RuntimeError(
+            f"`{type(optimizer).__name__}.step()` was called past {self._calls.owner}, which therefore could neither"
+            f" divide its gradients by the loss scale ({scale:.10g}) nor skip it. {fix}."
+        )
 
     def _record(self, state: GradientState, skip: Skip) -> StepResult:
         """Make the one record of a step. The end of the round adds the next scale."""
@@ -523,7 +507,7 @@ class OptimizerSteps:
         """Return whether all optimizers have stepped, or one of them twice."""
         if any(step.optimizer_idx in self._again for step in self._round):
             return True
-        return len(self._stepped) >= len(self._states) + (self._expects_more or bool(self._rest.params))
+        return len(self._stepped) >= len(self._states) + (self._expects_more or bool(self._rest))
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has stepped in this round, so that another round begins with its next step."""

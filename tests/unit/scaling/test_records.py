@@ -9,7 +9,7 @@ import torch
 from support import CountReads
 
 from lightning_amp.findings import StepRecord
-from lightning_amp.scaling import RecordLog, Skip, StepResult, Subscription, _log
+from lightning_amp.scaling import RecordLog, Skip, StepResult, _log
 
 
 def scalar(value: float) -> torch.Tensor:
@@ -34,12 +34,11 @@ def test_records_are_immutable() -> None:
 
 
 def test_a_subscription_is_closed_once_and_for_all() -> None:
-    everybody = list[Subscription]()
-    one, two = (Subscription(lambda records: None, everybody) for _ in range(2))
-    assert everybody == [one, two]
+    log = RecordLog()
+    one, two = (log.subscribe(lambda records: None) for _ in range(2))
     one.close()
     one.close()
-    assert (everybody, one.is_open, two.is_open) == ([two], False, True)
+    assert (log.subscriptions, one.is_open, two.is_open) == ([two], False, True)
 
 
 def test_reads_back_in_blocks() -> None:
