@@ -110,7 +110,9 @@ SITUATIONS = {
     "large loss": planted("a loss that is summed", "divisor"),
     "large gradient": planted("a gradient inside that overflows", "scale"),
     "weight": planted("a weight that is NaN"),
-    "learning rate": planted("a learning rate that becomes NaN"),
+    "learning rate": dataclasses.replace(
+        planted("a learning rate that becomes NaN"), data=lambda: [*plain_data(), *plain_data()]
+    ),
     "batch": planted("a batch with NaN"),
     "sigmoid": planted("a sigmoid that is 1 in fp16", "source in fp32"),
     "sigmoid in bf16": planted("a sigmoid that is 1 in bf16", "logsigmoid"),
