@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -42,27 +42,6 @@ class RandomState(NamedTuple):
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
             _accelerator_random(device_type, "set_rng_state", self.accelerator)
-
-    def pack(self) -> dict[str, Any]:
-        """Return tensors and plain numbers, which load with `weights_only=True`."""
-        numpy = None if self.numpy is None else [self.numpy[0], torch.tensor(self.numpy[1].tolist()), *self.numpy[2:]]
-        states = [self.accelerator] if isinstance(self.accelerator, Tensor) else self.accelerator
-        return {"python": self.python, "numpy": numpy, "cpu": self.cpu, "accelerator": states}
-
-    @classmethod
-    def unpack(cls, packed: Mapping[str, Any], device_type: str) -> RandomState:
-        """Read what :meth:`pack` returned, even if this machine has more or fewer devices."""
-        version, numbers, gauss = packed["python"]
-        numpy: Any = None
-        if packed["numpy"] is not None:
-            name, keys, *rest = packed["numpy"]
-            numpy = name, keys.tolist(), *rest
-        states: Any = packed["accelerator"] or None
-        if states is not None and device_type != "cpu":
-            backend = torch.get_device_module(device_type)
-            states = [states[min(i, len(states) - 1)].cpu() for i in range(backend.device_count())]
-            states = states if hasattr(backend, "set_rng_state_all") else states[0]
-        return cls((version, tuple(numbers), gauss), numpy, packed["cpu"], states)
 
 
 def _accelerator_random(device_type: str, name: str, *args: Any) -> Any:
