@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -170,47 +170,23 @@ def fsdp_mixed_precision(reduce_dtype: torch.dtype | None) -> Any:
     )
 
 
-@final
-class CompiledBackwardWithoutAutocast:
-    """Lets `torch.compile` trace backwards outside autocast, as in eager mode, from `start` to `stop` or in a `with`.
+@contextlib.contextmanager
+def compiled_backward_without_autocast() -> Generator[None]:
+    """Let `torch.compile` trace backwards outside autocast inside, as in eager mode.
 
     By default the compiled backward runs under the forward's autocast, so gradients of fp32 regions are half precision
     (pytorch/pytorch#153044). The switch is private, and torch 2.8 does not have it. Remove when its default changes.
-
-    Cost: 3 us for a `with`.
     """
+    from torch._functorch import config
 
-    def __init__(self) -> None:
-        self._before: list[Any] = []  # the values to restore, the innermost last
-
-    @staticmethod
-    def is_possible() -> bool:
-        """Return whether torch has the switch."""
-        from torch._functorch import config
-
-        return hasattr(config, "backward_pass_autocast")
-
-    def __enter__(self) -> None:
-        from torch._functorch import config
-
-        if self.is_possible():
-            self._before.append(config.backward_pass_autocast)
-            config.backward_pass_autocast = "off"
-
-    def __exit__(self, *error: Any) -> None:
-        from torch._functorch import config
-
-        if self._before:
-            config.backward_pass_autocast = self._before.pop()
-
-    def start(self) -> None:
-        """Turn the switch on, if torch has it and it is not on."""
-        if not self._before:
-            self.__enter__()
-
-    def stop(self) -> None:
-        """Restore the switch."""
-        self.__exit__()
+    before = getattr(config, "backward_pass_autocast", None)
+    if before is not None:
+        config.backward_pass_autocast = "off"
+    try:
+        yield
+    finally:
+        if before is not None:
+            config.backward_pass_autocast = before
 
 
 # --- torch: torch.func ---

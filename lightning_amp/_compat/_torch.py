@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.optim.optimizer as _optimizer_module
 from torch import Tensor
-from torch.utils import _foreach_utils
-from typing_extensions import final
 
 # --- torch: foreach and amp kernels ----------------------------------------------------------------------------------
 # The multi-tensor kernels that `GradScaler` and `torch.optim` run on are private; their public wrappers
@@ -171,6 +169,12 @@ def _place(tensor: Tensor) -> Place:
     return torch._C._data_address(tensor), tensor.shape, tensor.stride()
 
 
+# Remove when a hook can find out in which backward it runs.
+def backward_number() -> int:
+    """Return the number of the backward that runs in this thread; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
 # Remove when torch has a public hook for the end of a backward.
 def call_after_backward(function: Any) -> None:
     """Call a function, inside of a backward, when that backward has ended."""
@@ -191,12 +195,6 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     torch has a public check.
     """
     return isinstance(optimizer, _FUSED_CLASSES) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-# Remove when torch has a public list.
-def fused_device_types() -> list[str]:
-    """Return the types of devices for which torch has fused optimizers."""
-    return _foreach_utils._get_fused_kernels_supported_devices()
 
 
 # Remove when loading a checkpoint leaves `fused` alone.
@@ -264,73 +262,6 @@ def cpu_capabilities() -> Mapping[str, Any]:
     if platform.machine().lower() in {"arm64", "aarch64"}:
         return {"bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported()}
     return {"amx_bf16": torch.cpu._is_amx_tile_supported(), "avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
-
-
-# Remove when torch 2.9, which has `fp32_precision`, is the oldest supported.
-def older_fp32_switches() -> tuple[Any, ...]:
-    """Return substitutes for the switches `fp32_precision` up to torch 2.8, and nothing from torch 2.9 on."""
-    return () if hasattr(torch.backends, "fp32_precision") else (_OlderMatmul(), _OlderCudnn())
-
-
-@final
-class _OlderMatmul:
-    """`torch.set_float32_matmul_precision` as a switch, for cuBLAS and, with "medium", oneDNN."""
-
-    @property
-    def fp32_precision(self) -> str:
-        precision = torch.get_float32_matmul_precision()
-        return "ieee" if precision == "highest" else precision
-
-    @fp32_precision.setter
-    def fp32_precision(self, precision: str) -> None:
-        words = {"ieee": "highest", "none": "highest", "tf32": "high"}
-        torch.set_float32_matmul_precision(words.get(precision, precision))
-
-
-@final
-class _OlderCudnn:
-    """`torch.backends.cudnn.allow_tf32`, for convolutions and recurrent layers, as a switch."""
-
-    @property
-    def fp32_precision(self) -> str:
-        return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
-
-    @fp32_precision.setter
-    def fp32_precision(self, precision: str) -> None:
-        torch.backends.cudnn.allow_tf32 = precision == "tf32"
-
-
-# Remove when a profile has a public list of allocations; `export_memory_timeline` is deprecated and writes a file.
-def peak_of_allocations(profile: Any) -> int:
-    """Return the most bytes that were allocated on the CPU at once in a profile with `profile_memory=True`."""
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    cpu = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
-    held = peak = 0
-    for event in sorted(cpu, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
-# Remove when there is a public check.
-def is_profiling() -> bool:
-    """Return whether a torch profiler is running in this thread. Starting a second one would end it."""
-    return bool(torch.autograd._profiler_enabled())
-
-
-def leaves(tensor: Tensor) -> list[Tensor]:
-    """Return the leaves that a backward of a tensor adds gradients to. Remove when torch lists them."""
-    seen, below = set(), [tensor.grad_fn]
-    found: list[Tensor] = []
-    while below:
-        node: Any = below.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        below += [following for following, _ in node.next_functions]
-    return found
 
 
 # --- wrappers of optimizers ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from lightning_amp.casting._float8 import (
     num_converted,
     share_of_flops,
 )
-from lightning_amp.casting._float8_recipes import checked_recipe, emulates, gradient_cast, name_of, needs_whole_tiles
+from lightning_amp.casting._float8_recipes import checked_recipe, emulates, name_of, needs_whole_tiles
 from lightning_amp.casting._fp32_metrics import is_metric, metrics_in_fp32
 from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules, modules_matching
 from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
@@ -52,7 +52,6 @@ __all__ = [
     "emulates",
     "flop_formulas",
     "fp32_region",
-    "gradient_cast",
     "has_bf16_units",
     "is_metric",
     "linear_layers",

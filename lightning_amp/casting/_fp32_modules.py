@@ -85,8 +85,11 @@ class Fp32Modules:
     """
 
     def __init__(self, root: nn.Module, rules: Iterable[Rule], device_type: str, *, active: bool) -> None:
-        matching = modules_matching(root, rules)
-        found = matching if active else {}
+        rules = list(rules)
+        found = modules_matching(root, rules)
+        if not active:
+            found = {}
+        self._by_rule = [set(modules_matching(root, [rule]).values()) for rule in rules]
         self.modules = {inner for module in found.values() for inner in module.modules()}
         """All modules that compute in fp32, including the modules inside the matching ones."""
         for name, module in found.items():
@@ -105,12 +108,16 @@ class Fp32Modules:
     def __len__(self) -> int:
         return len(self._overrides)
 
-    def idle(self) -> list[str]:
-        """Name the modules that have not run, if no matching module inside or around them has run either."""
+    def idle(self) -> tuple[list[str], bool]:
+        """Name the modules that have not run, if no matching module inside or around them has run either.
+
+        Also return whether some rule matches no other module, and so had no effect at all.
+        """
         waiting = not_run(self._overrides)
         running = [forward.owner for name, forward in self._overrides.items() if name not in waiting]
         active = {inner for module in running for inner in module.modules()}
-        return [name for name in waiting if active.isdisjoint(self._overrides[name].owner.modules())]
+        idle = {n: m for n in waiting if active.isdisjoint((m := self._overrides[n].owner).modules())}
+        return list(idle), any(modules and modules.issubset(idle.values()) for modules in self._by_rule)
 
     def remove(self) -> None:
         """Restore the modules to their earlier state."""

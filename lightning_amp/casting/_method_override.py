@@ -39,7 +39,7 @@ class MethodOverride(ABC):
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
-        self.ran, self.traced = False, _modules.Flag()
+        self.ran, self.traced = _modules.Flag(), _modules.Flag()  # deep copies share them
         self.was_attribute = name in vars(owner)
         self._wrap(getattr(owner, name))
 
@@ -58,8 +58,7 @@ class MethodOverride(ABC):
         """Record that the override has run, for :func:`not_run`."""
         if torch.compiler.is_compiling():
             self.traced.set()
-        else:
-            self.ran = True
+        self.ran.set()
 
     @property
     def installed(self) -> bool:
@@ -124,4 +123,4 @@ def not_run(overrides: Mapping[str, MethodOverride]) -> list[str]:
     """Name the overrides that have not run; none if one was compiled, because equal blocks may share its graph."""
     if any(each.traced.is_set for each in overrides.values()):
         return []
-    return [name for name, each in overrides.items() if not each.ran]
+    return [name for name, each in overrides.items() if not each.ran.is_set]

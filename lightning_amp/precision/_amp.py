@@ -1,7 +1,7 @@
 """`AmpPrecision`: mixed precision in which only rounding, speed and memory differ from fp32.
 
-One optimizer step, for every precision, in automatic and manual optimization (`docs/design.md` has the whole list, which
-a test compares with recorded steps):
+One optimizer step, for every precision, in automatic and manual optimization. `docs/design.md` has the
+whole list, which a test compares with recorded steps:
 
     scale the loss -> backward (autocast off) -> unscale once -> check finite -> on_before_optimizer_step hooks
       -> clip -> step or skip -> record -> [end of batch] update the scale once, for all optimizers

@@ -64,7 +64,6 @@ class FabricModules:
         self.forwards: list[ForwardContexts] = []
         self._buffers: list[KeptBuffers] = []
         self._window_is_open = False
-        self._compiling = _modules.CompiledBackwardWithoutAutocast()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -144,7 +143,7 @@ class FabricModules:
                 _error_notes.note(error, self._choice, self.modules, name)
 
         around = [context for forward in self.forwards for context in forward.around(step)]
-        return Together([self._compiling, *around, *inside], end)
+        return Together([_modules.compiled_backward_without_autocast(), *around, *inside], end)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

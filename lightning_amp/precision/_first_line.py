@@ -17,7 +17,7 @@ from lightning_amp.scaling import DynamicLossScaler
 def first_line(
     forwards: Sequence[ForwardContexts],
     why: str,
-    scaler: torch.amp.GradScaler | None,
+    scaler: DynamicLossScaler | None,
     given_scaler: torch.amp.GradScaler | None,
     skips: bool,
     resumes: bool = False,
@@ -60,16 +60,14 @@ def precision_on(choice: Choice, device_type: str, why: str) -> str:
     return f"precision 'auto' is {choice.name!r} here ({why}): {what}" if why else what
 
 
-def _scale(scaler: torch.amp.GradScaler, resumes: bool) -> str:
-    kind = type(scaler).__name__
+def _scale(scaler: DynamicLossScaler, resumes: bool) -> str:
     if not scaler.is_enabled():
-        return f"no loss scale ({kind}, disabled)"
-    if isinstance(scaler, DynamicLossScaler):
-        kind = "static" if scaler.min_scale == scaler.max_scale else "dynamic"
+        return "no loss scale (the scaler is disabled)"
+    kind = "static" if scaler.min_scale == scaler.max_scale else "dynamic"
     return f"loss scale ({kind})" if resumes else f"loss scale {exact(scaler.get_scale())} ({kind})"
 
 
-def resumed(state: Mapping[str, Any], precision: str, scaler: torch.amp.GradScaler | None) -> list[str]:
+def resumed(state: Mapping[str, Any], precision: str, scaler: DynamicLossScaler | None) -> list[str]:
     """Return the line to log after a plugin has loaded `state`, if it has a loss scale or was in another precision."""
     last, saved = state.get("last_step"), state.get("scaler", state)
     words: list[str] = []

@@ -24,7 +24,7 @@ from lightning_amp.casting import (
     metrics_in_fp32,
 )
 from lightning_amp.precision import _error_notes
-from lightning_amp.precision._unused_rules import warn_of_idle
+from lightning_amp.precision._unused_rules import report_idle
 
 Context = contextlib.AbstractContextManager[Any]
 _NOTHING = contextlib.nullcontext()
@@ -123,7 +123,7 @@ class ForwardContexts:
     def finish(self) -> None:
         """Warn at the end of a fit of rules that had no effect."""
         if self._fit is not None:
-            warn_of_idle(self.fp32_modules)
+            report_idle(self.fp32_modules)
 
     def detach(self) -> None:
         """Restore the module."""

@@ -133,9 +133,7 @@ class Run:
         self.fold_plan = FoldPlan(self.module, "clip_grad_by_norm" in self._replaced)
         # the first step shows whether parameters become half precision
         self._may_turn_half = self.forward.training.mixed
-        compiling = _modules.CompiledBackwardWithoutAutocast()
-        compiling.start()
-        self._undo.callback(compiling.stop)
+        self._undo.enter_context(_modules.compiled_backward_without_autocast())
 
     # -- forward -------------------------------------------------------------------------------------------------------
 

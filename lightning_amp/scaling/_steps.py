@@ -2,7 +2,7 @@
 
 A round is :meth:`OptimizerSteps.scale_loss`, the backward inside :meth:`OptimizerSteps.scaled_backward`,
 :meth:`OptimizerSteps.step`, and :meth:`OptimizerSteps.end_round`. The Trainer's plugin, Fabric's plugin and
-:class:`ScaledSteps` all use this class. This file does not import Lightning. `docs/design.md` lists the events in order.
+:class:`ScaledSteps` all use this class. It imports nothing of Lightning. `docs/design.md` lists all events.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from lightning_amp.shadow._private_fit import (
     require_unsharded,
     run_private_fit,
 )
-from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather, gather_on_zero
+from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._surroundings import device_of_trainer, is_sharded, tensor_parallel_size, unnoticed
 from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
@@ -48,7 +48,6 @@ __all__ = [
     "copy_batch",
     "device_of_trainer",
     "gather",
-    "gather_on_zero",
     "in_one_line",
     "inaccurate_derivatives",
     "is_out_of_memory",

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support import Poison, Toy, batches, fit
 from torch import Tensor
+from torch.utils.data import DataLoader
 from zoo.faults import FAULTS, Net, plain_data
 
 from lightning_amp import (
@@ -110,6 +111,9 @@ SITUATIONS = {
     "large loss": planted("a loss that is summed", "divisor"),
     "large gradient": planted("a gradient inside that overflows", "scale"),
     "weight": planted("a weight that is NaN"),
+    "learning rate": dataclasses.replace(
+        planted("a learning rate that becomes NaN"), data=lambda: DataLoader([*plain_data()] * 2, batch_size=None)
+    ),
     "batch": planted("a batch with NaN"),
     "sigmoid": planted("a sigmoid that is 1 in fp16", "source in fp32"),
     "sigmoid in bf16": planted("a sigmoid that is 1 in bf16", "logsigmoid"),

@@ -60,7 +60,7 @@ def run(name: str, folder: Path, ckpt_path: Path | None, slow: float = 0.0) -> N
         os.fsync = lambda handle: (time.sleep(slow), sync(handle))[1]
     callbacks = [Averaging(), *ours(folder / "ours")]
     locator = next(c for c in callbacks if isinstance(c, OverflowLocator))
-    locator.save_bundles, locator.max_reports = True, 20
+    locator.max_reports = 20
     trainer = train(
         plugin_for(name[:4]), STEPS, gradient=GRADIENT, nan=NAN, callbacks=callbacks, ckpt_path=ckpt_path,
         optimizer=functools.partial(torch.optim.AdamW, lr=0.01, fused=settings["fused"]),

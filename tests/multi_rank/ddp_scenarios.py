@@ -355,7 +355,7 @@ def fp16() -> AmpPrecision:
 def overflow_reports() -> Any:
     """Rank 0 writes and logs for all ranks; the run equals one without callbacks."""
     printed = io.StringIO()
-    locator = OverflowLocator(dirpath=folder() / "overflows", save_bundles=True)
+    locator = OverflowLocator(dirpath=folder() / "overflows")
     logger = logging.getLogger("lightning_amp.callbacks._overflow_locator")
     handler = logging.StreamHandler(printed)
     logger.addHandler(handler)
@@ -426,7 +426,6 @@ def _gradient_figures() -> Any:
         "rows": [row._asdict() for row in monitor.table],
         "alone": [row._asdict() for row in alone.table],
         "broken": [row._asdict() for row in broken.table],
-        "largest": max(monitor.histograms["(all)"].counts.nonzero()).item(),
         "warned": [str(w.message) for w in caught if "GradientMonitor" in str(w.message)],
     }
 

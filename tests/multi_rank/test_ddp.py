@@ -15,7 +15,6 @@ from support import DEVICE, assert_same
 from support.launch import launch_once, shared_folder
 
 from lightning_amp import AmpPrecision
-from lightning_amp.tracing import replay
 
 SCRIPT = Path(__file__).parent / "ddp_scenarios.py"
 ONE_PER_BATCH = ["none", "loss", "loss", "none", "gradient", "none", "loss", "none", "none"]
@@ -107,14 +106,8 @@ def test_rank_zero_reports_for_all(ranks: list[dict[str, Any]], folder: Path) ->
     assert "step 1 was skipped: epoch 0, batch 1, rank 1, loss scale 1024" in one["said"]
     stems = ["overflow_step00001_rank1", "overflow_step00003_rank0", "overflow_step00003_rank1"]
     files = sorted((folder / "overflows").iterdir())
-    assert [file.name for file in files] == [f"{stem}.{end}" for stem in stems for end in ("json", "pt")]
+    assert [file.name for file in files] == [f"{stem}.json" for stem in stems]
     assert json.loads(files[0].read_text())["rank"] == 1
-    again = replay(
-        files[1], lambda: Net({}, norm=False), step=lambda module, batch: module.loss(batch[0] * 1e38 * 1e38)
-    )
-    assert again.diagnosis.cause == "forward"
-    own, others = (torch.load(files[i], weights_only=True)["batch"][0] for i in (3, 5))
-    assert not torch.equal(own, others), "each file has the batch of its rank"
 
 
 def test_a_bad_loss_on_one_rank_is_reported_to_all(ranks: list[dict[str, Any]]) -> None:

@@ -26,10 +26,10 @@ from support.fabric import (
 )
 from support.promises import DIFFERS, fused_adamw, plain_adamw, plain_sgd
 from torch import Tensor, nn
+from torch._functorch import config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp import DynamicLossScaler, FabricAmpPrecision
-from lightning_amp._compat._modules import CompiledBackwardWithoutAutocast
 from lightning_amp.scaling import DerivativeScale
 
 both_ways = pytest.mark.usefixtures("where_flags_live")
@@ -233,7 +233,7 @@ class Island(nn.Module):
 
 @slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
-@pytest.mark.skipif(not CompiledBackwardWithoutAutocast.is_possible(), reason="torch 2.8")
+@pytest.mark.skipif(not hasattr(config, "backward_pass_autocast"), reason="torch 2.8")
 @pytest.mark.parametrize("when", ["before setup", "after setup"])
 @promise(19, stock=DIFFERS)
 def test_compiled_backward_equals_eager(plugins: FabricPlugins, when: str) -> None:
@@ -252,10 +252,8 @@ def test_compiled_backward_equals_eager(plugins: FabricPlugins, when: str) -> No
 
 
 @pytest.mark.cpu  # a backward on a device runs in another thread, which has a switch of its own
-@pytest.mark.skipif(not CompiledBackwardWithoutAutocast.is_possible(), reason="torch 2.8")
+@pytest.mark.skipif(not hasattr(config, "backward_pass_autocast"), reason="torch 2.8")
 def test_the_switch_for_compiled_backwards_is_on_in_forwards_and_backwards_only() -> None:
-    from torch._functorch import config
-
     class Reads(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             seen.append(config.backward_pass_autocast)

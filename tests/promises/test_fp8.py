@@ -157,17 +157,8 @@ def test_gradients_are_between_18_and_35_db() -> None:
     figures = {}
     for name, plugin in {"fp8": fp8(), "bf16": AmpPrecision("bf16")}.items():
         monitor = GradientMonitor(every_n_steps=4)
-        trainer = fit(Net, plugin, batches(8, size=16), callbacks=[monitor])
+        fit(Net, plugin, batches(8, size=16), callbacks=[monitor])
         figures[name] = [row.sqnr_db for row in monitor.table if row.name == "(all)"]
-        total = monitor.table[-1]
-        rows = {row.name: row for row in monitor.table.last}
-        if name == "fp8":
-            assert 0 <= (total.fp8_underflow_fraction or 0) < 0.05
-            assert total.fp8_saturated_fraction == 0
-            assert rows["net.4"].fp8_underflow_fraction is not None
-            assert rows["net.0"].fp8_underflow_fraction is None
-            assert str(monitor.table).splitlines()[0].split("  ")[2] == "to zero in fp8"
-            assert float(trainer.callback_metrics["amp/fp8_underflow_fraction"]) == total.fp8_underflow_fraction
     assert all(18 < value < 35 for value in figures["fp8"])
     assert all(value > 38 for value in figures["bf16"])
 

@@ -112,7 +112,7 @@ class Heads(Toy):
         (
             "fp16",
             {"scaler": torch.amp.GradScaler(DEVICE, enabled=False), "skip_nonfinite": False},
-            "no loss scale (DynamicLossScaler, disabled); non-finite steps are taken",
+            "no loss scale (the scaler is disabled); non-finite steps are taken",
         ),
         ("bf16", {"eval_precision": "fp32"}, "evaluation in fp32; non-finite steps are skipped"),
         ("fp32", {"skip_nonfinite": False}, "no autocast; non-finite steps are taken"),
