@@ -208,7 +208,3 @@ class Float8Linears:
     def idle(self) -> list[str]:
         """Name the layers that have not multiplied in fp8, if that is known."""
         return not_run(self._forwards)
-
-    def pruned(self) -> list[str]:
-        """Name the layers whose weight is no longer a parameter of the layer."""
-        return [n for n, f in self._forwards.items() if _modules.own_parameters(f.owner).get("weight") is None]

@@ -50,15 +50,23 @@ class ReusedWeights:
     """
 
     def __init__(self, module: nn.Module, device_type: str) -> None:
+        self._root = module if device_type == "cpu" else None  # until the first step; it may be compiled before
         self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
-        self._layers = [_Layer(m, self._copies) for m in _layers_in(module)] if device_type == "cpu" else []
-        self._overrides = Overrides(self._layers)
+        self._layers: list[_Layer] = []
+        self._overrides = Overrides([])
         self._steps_to_watch = 2
 
     def __enter__(self) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._root is not None:
+            self._layers = [_Layer(module, self._copies) for module in _layers_in(self._root)]
+            self._overrides, self._root = Overrides(self._layers), None
         self._overrides.__enter__()
 
     def __exit__(self, *exc: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._overrides.__exit__(*exc)
         if self._overrides.depth > 0:
             return

@@ -43,7 +43,7 @@ MISSING = {
 MISSING_OF_ANOTHER_TYPE = {
     "accelerate": "a device that Accelerate finds",
     "parameters that stay": "`module.to(device)` that keeps its parameters, as for CUDA, MPS and XPU",
-    "reused casts": "casts of weights that are used again; the package does that on the CPU and on CUDA",
+    "reused casts": "autocast's cache of casts, with which plain Fabric fails",
     "whole autocast": "an autocast that knows all operations of CUDA's, and that torch's own modules ask about",
 }
 """Features of the pretended CUDA device that the pretended device of another type lacks."""

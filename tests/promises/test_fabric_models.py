@@ -177,7 +177,7 @@ def test_gradients_of_all_uses_are_summed_in_fp32(plugins: FabricPlugins) -> Non
     torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-3 * float(reference.abs().max()))
 
 
-@pytest.mark.needs("reused casts")
+@pytest.mark.cpu
 def test_one_half_copy_of_a_weight_per_step() -> None:
     """From the second step on: in the first, the package learns which weights are used again."""
     loop = Loop(FabricAmpPrecision("bf16"), ManyUses, plain_sgd)

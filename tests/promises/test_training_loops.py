@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
@@ -386,7 +386,7 @@ class TwentyTimes(Toy):
         return x.float().pow(2).mean()
 
 
-@pytest.mark.needs("reused casts")
+@pytest.mark.cpu
 @promise(18, stock=DIFFERS, next_stock=None)
 def test_one_half_copy_of_a_weight_per_step(plugins: Plugins) -> None:
     trainer = fit(TwentyTimes, plugins.bf16())
@@ -422,6 +422,43 @@ def test_the_gradients_of_all_uses_are_summed_in_fp32(plugins: Plugins) -> None:
     reference = module.to(DEVICE).gradient_with_a_cast_per_use(next(iter(data)).to(DEVICE))
     fit(lambda: module, plugins.bf16(), data)
     torch.testing.assert_close(module.gradient, reference, rtol=0, atol=1e-3 * float(reference.abs().max()))
+
+
+# -- row 65: an edited weight ---------------------------------------------------------------------
+
+EDITS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "one row": lambda weight, average: weight.data[5].mul_(2),
+    "one row, through NumPy": lambda weight, average: weight.data.numpy()[5].__imul__(2),
+    "copy_ of an average": lambda weight, average: weight.data.copy_(average),
+    "a weight norm by hand": lambda weight, average: torch._foreach_div_(
+        [weight.data], [weight.data.norm(dim=1)[:, None]]
+    ),
+}
+
+
+class EditedThroughData(Toy):
+    """Edits the weight between two uses of a layer in a step; autograd's version counter does not move."""
+
+    def __init__(self, edit: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__(plain_sgd, nn.Linear(FEATURES, 256))
+        self.edit = edit
+        self.uses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        average = self.net.weight.detach() + 0.5
+        self.uses = [self.net(batch), self.net(batch)]
+        self.edit(self.net.weight, average)
+        self.uses += [self.net(batch), nn.functional.linear(batch, self.net.weight, self.net.bias)]
+        return torch.stack(self.uses).float().square().mean()
+
+
+@pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.cpu] if "NumPy" in how else []) for how in EDITS])
+@promise(65, stock=None, next_stock=DIFFERS)
+def test_an_edit_through_data_between_two_uses_is_seen(plugins: Plugins, how: str) -> None:
+    module = fit(lambda: EditedThroughData(EDITS[how]), plugins.bf16(), batches(4)).lightning_module
+    _, before, after, expected = module.uses
+    assert_same(after, expected)
+    assert not torch.equal(after, before)
 
 
 # -- row 19: torch.compile ------------------------------------------------------------------------
