@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Toy, batches, fit, quiet_trainer
+from support import Toy, batches, fit
 from torch import Tensor
 
 from lightning_amp import AmpPrecision
@@ -51,7 +51,7 @@ def contexts(
         return made[-1]
 
     choices = Choice.of(training), Choice.of(evaluation)
-    it = ForwardContexts(module, "cpu", *choices, [], make, quiet_trainer(), autocast_stays=autocast_stays)
+    it = ForwardContexts(module, "cpu", *choices, [], make, autocast_stays=autocast_stays)
     return it, made
 
 
