@@ -6,9 +6,10 @@ from lightning_amp.scaling._gradients import HalfGradientsError, parameters
 from lightning_amp.scaling._holds import Hold
 from lightning_amp.scaling._log import RecordLog, StepCounts, StepResult, Subscription
 from lightning_amp.scaling._own_loop import ScaledSteps
+from lightning_amp.scaling._plan import Calls, StepPlan
 from lightning_amp.scaling._scalars import Skip
 from lightning_amp.scaling._scaler import DynamicLossScaler, load_state
-from lightning_amp.scaling._steps import Calls, OptimizerSteps, StepPlan
+from lightning_amp.scaling._steps import OptimizerSteps
 
 __all__ = [
     "Calls",

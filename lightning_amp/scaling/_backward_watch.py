@@ -30,6 +30,13 @@ class BackwardWatch:
         self._plain: set[int] = set()  # parameters whose latest backward was not scaled
         self.handles: dict[int, Any] = {}
 
+    def __enter__(self) -> None:
+        """Begin the backward of a loss that carries the loss scale."""
+        self.is_scaled = True
+
+    def __exit__(self, *exc: object) -> None:
+        self.is_scaled = False
+
     def watch(self, params: Iterable[Any]) -> None:
         """Watch parameters; a lazy one takes no hook before its first forward."""
         for p in params:

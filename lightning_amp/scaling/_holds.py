@@ -31,8 +31,8 @@ class Hold:
     The target's class is replaced by a subclass that overrides these methods. The target gets no new attributes,
     because the `state_dict` of a scheduler contains its whole `__dict__`.
 
-    If only the device has the flag, a call waits for it. But `step` of a scheduler is noted, and decided right before
-    the next step of its optimizer, or when code reads the rate through the scheduler.
+    If only the device has the flag, a call waits for it. Only `step` of a scheduler does not wait. It is noted, and
+    decided right before the next step of its optimizer, or when code reads the rate through the scheduler.
 
     Args:
         target: A scheduler, an average, or any other object.

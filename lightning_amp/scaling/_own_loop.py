@@ -20,8 +20,9 @@ from lightning_amp.scaling._checkpoint import Saved
 from lightning_amp.scaling._gradients import parameters
 from lightning_amp.scaling._holds import Hold
 from lightning_amp.scaling._log import RecordLog, StepCounts, StepResult
+from lightning_amp.scaling._plan import OWN_LOOP, Calls, StepPlan
 from lightning_amp.scaling._scaler import DynamicLossScaler, load_state
-from lightning_amp.scaling._steps import OWN_LOOP, Calls, OptimizerSteps, StepPlan
+from lightning_amp.scaling._steps import OptimizerSteps
 
 _LOGGER = logging.getLogger("lightning_amp")
 Target = TypeVar("Target")

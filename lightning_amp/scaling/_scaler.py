@@ -130,14 +130,13 @@ class DynamicLossScaler(torch.amp.GradScaler):
         require_count("growth_interval", growth_interval)
         require_count("hysteresis", hysteresis)
         require_count("max_consecutive_skips", max_consecutive_skips)
-        fine, advice = is_number(growth_factor) and growth_factor > 1, "Torch's default is 2.0."
-        require(fine, "growth_factor", "a number above 1", growth_factor, advice)
-        fine, advice = is_number(backoff_factor) and 0 < backoff_factor < 1, "Torch's default is 0.5."
-        require(fine, "backoff_factor", "a number above 0 and below 1", backoff_factor, advice)
-        fine, advice = is_number(min_scale) and min_scale > 0, "It is a divisor of gradients; the default is 2.0**-14."
-        require(fine, "min_scale", "a number above 0", min_scale, advice)
+        fine = is_number(growth_factor) and growth_factor > 1
+        require(fine, "growth_factor", "a number above 1", growth_factor)
+        fine = is_number(backoff_factor) and 0 < backoff_factor < 1
+        require(fine, "backoff_factor", "a number above 0 and below 1", backoff_factor)
+        require(is_number(min_scale) and min_scale > 0, "min_scale", "a number above 0", min_scale)
         fine = is_number(max_scale) and max_scale <= torch.finfo(torch.float32).max
-        require(fine, "max_scale", "a number that float32 can hold", max_scale, "The default is 2.0**24.")
+        require(fine, "max_scale", "a number that float32 can hold", max_scale)
         fine = is_number(init_scale) and min_scale <= init_scale <= max_scale
         rule = f"a number from `min_scale`, {literal(min_scale)}, to `max_scale`, {literal(max_scale)}"
         require(fine, "init_scale", rule, init_scale, "Move the limit, or start inside.")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,56 +20,15 @@ from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp._compat import _modules, _torch
-from lightning_amp.numerics import nonfinite
 from lightning_amp.scaling._backward_watch import BackwardWatch, StepGuard
 from lightning_amp.scaling._early_moves import num_edits, snapshot
 from lightning_amp.scaling._gradients import has_gradients, parameters
 from lightning_amp.scaling._log import RecordLog, StepResult
-from lightning_amp.scaling._scalars import Skip, constant
+from lightning_amp.scaling._plan import OWN_LOOP, Calls, StepPlan
+from lightning_amp.scaling._round import Round
+from lightning_amp.scaling._scalars import Skip
 from lightning_amp.scaling._scaler import DynamicLossScaler
 from lightning_amp.scaling._state import GradientState
-
-
-class StepPlan(NamedTuple):
-    """The requirements of hooks, of clipping and of the protection from skipped steps for one step.
-
-    Attributes:
-        fold: Whether unscaling, clipping and the update of a fused optimizer may be one pass, since no hook reads the
-            true gradients.
-        max_norm: With `fold`, the total 2-norm to clip to; `None` for no clipping.
-        host_must_know: Whether the caller acts on a skip right after the step.
-        asks_for_loss: Whether the caller also reads whether the loss was finite.
-        in_closure: Whether the closure runs the backward.
-
-    """
-
-    fold: bool = False
-    max_norm: float | None = None
-    host_must_know: bool = False
-    asks_for_loss: bool = False
-    in_closure: bool = True
-
-
-class Calls(NamedTuple):
-    """The calls that errors name, for the loop in use.
-
-    Attributes:
-        owner: The object that a step went past.
-        backward: The call of a scaled backward.
-        step: The call of a step.
-        unknown: What to do with an optimizer that has not stepped before.
-        takes_plain: Whether gradients that no scaled backward has added to are true ones, rather than an error.
-
-    """
-
-    owner: str
-    backward: str
-    step: str
-    unknown: str
-    takes_plain: bool = False
-
-
-OWN_LOOP = Calls("`ScaledSteps`", "steps.backward(loss)", "`steps.step(optimizer)`", "Call `steps.step(optimizer)`")
 
 
 @final
@@ -120,10 +79,7 @@ class OptimizerSteps:
         self._rest: list[Any] = []  # parameters for which an optimizer is to come
         self._rest_state = GradientState(SimpleNamespace(param_groups=[{"params": self._rest}]), -1)
         self._scale_has_changed = False  # between two backwards
-        self._round: list[StepResult] = []
-        self._stepped: set[int] = set()  # indices of the optimizers that have stepped in this round
-        self._handled: list[StepResult] = []  # steps of earlier rounds of this batch
-        self._again: set[int] = set()  # and of those that have stepped more than once since the last `end_round`
+        self._round = Round()
         self._expects_more = not self._states  # nobody has said how many optimizers there are
         self._watch: BackwardWatch | None = None
         self._guard: StepGuard | None = None
@@ -211,7 +167,9 @@ class OptimizerSteps:
         self._add_loss(loss)
         if self.scaler is None:
             return loss
-        self._lower_scale_if_round_is_over()
+        if self.round_is_over:  # of a batch with many steps, such as several epochs of a rollout
+            self._round.lower(self.scaler)
+            self.log.complete(self.scaler.scale_tensor)
         scaled = self.scaler.multiply(loss)  # must come first: it creates the scale, and a float16 loss may lower it
         self._carry(self.scaler.scale_tensor)
         return scaled
@@ -235,7 +193,7 @@ class OptimizerSteps:
 
     def scaled_backward(self) -> AbstractContextManager[None]:
         """Return the context of the backward of a loss that :meth:`scale_loss` has scaled."""
-        return nullcontext() if self._watch is None else _ScaledBackward(self._watch)
+        return nullcontext() if self._watch is None else self._watch
 
     def scale_by_hand(self, outputs: Any) -> Any:
         """Return losses, scaled, for a backward that the user runs: `scaler.scale(loss).backward()`."""
@@ -488,8 +446,7 @@ class OptimizerSteps:
         result = StepResult(skip, state.loss, state.index, scale, overflow, known_bad_loss=state.bad_loss)
         # otherwise there was nothing to do, and nothing is recorded
         if state.has_gradients if self.skips else has_gradients(state.optimizer):
-            self._round.append(result)
-            (self._again if state.index in self._stepped else self._stepped).add(state.index)
+            self._round.add(result)
             self.log.append(result)
         self._rest_state.loss = None
         state.finish()
@@ -505,13 +462,11 @@ class OptimizerSteps:
     @property
     def round_is_over(self) -> bool:
         """Return whether all optimizers have stepped, or one of them twice."""
-        if any(step.optimizer_idx in self._again for step in self._round):
-            return True
-        return len(self._stepped) >= len(self._states) + (self._expects_more or bool(self._rest))
+        return self._round.is_over(len(self._states) + (self._expects_more or bool(self._rest)))
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has stepped in this round, so that another round begins with its next step."""
-        again = bool(self._stepped) and self._state(optimizer).index in self._stepped
+        again = self._round.has(self._state(optimizer))
         self._expects_more &= not again
         return again
 
@@ -521,69 +476,14 @@ class OptimizerSteps:
         The Trainer calls it at the end of a batch, another loop when :attr:`round_is_over`. Raise `FloatingPointError`
         if too many steps in a row were skipped.
         """
-        self._move_scale()
-        self._handled, self._again = [], set()
+        ended, self._round = self._round, Round()
+        if self.scaler is not None:
+            ended.move(self.scaler)
         self.log.close_round(None if self.scaler is None else self.scaler.scale_tensor)
-
-    def _lower_scale_if_round_is_over(self) -> None:
-        """Let the scale fall before the next backward of a batch with many steps, such as several epochs of a rollout.
-
-        Otherwise one overflow would repeat in every step. A batch still counts once for growth.
-        """
-        assert self.scaler is not None
-        if self._round and self.round_is_over:
-            self._move_scale(grows=False)
-            self.log.complete(self.scaler.scale_tensor)
-
-    def _move_scale(self, *, grows: bool = True) -> None:
-        steps, self._round, self._stepped = self._round, [], set()
-        scaler = self.scaler
-        if scaler is None or not (steps or self._handled):
-            return
-        device = scaler.scale_tensor.device
-        if not steps:  # the batch counts as clean unless all of its steps overflowed
-            scaler.advance(constant(0.0, device), torch.stack([s.overflow.flag(device) for s in self._handled]).amin())
-            return
-        if not grows:
-            self._handled += steps
-        uncertain = [step for step in steps if step.overflow.known is not False]
-        if not uncertain:
-            if grows:
-                scaler.advance(constant(0.0, device))
-            return
-        flags = [step.overflow.flag(device) for step in uncertain]
-        losses = [
-            None if step.loss_probe is None else nonfinite(step.loss_probe).to(device).logical_and(flag)
-            for step, flag in zip(uncertain, flags, strict=True)
-        ]
-        if len(uncertain) == 1:  # in as few launches as possible
-            found_inf, held = flags[0], losses[0]
-        else:  # an overflow under a finite loss counts, whatever the losses of other steps were
-            bad = torch.stack([constant(0.0, device) if each is None else each.float() for each in losses])
-            found_inf = (torch.stack(flags) - bad).amax()
-            held = bad.amax() * (1 - found_inf)
-        if not grows:
-            stays = 1 - found_inf
-            held = stays if held is None else torch.maximum(stays, held.float())
-        scaler.advance(found_inf, held)
 
     def drop_round(self) -> None:
         """Forget the steps that have not moved the scale yet, since a checkpoint was loaded."""
-        self._round, self._handled, self._stepped, self._again = [], [], set(), set()
-
-
-@final
-class _ScaledBackward:
-    """Marks the gradients that come from the backward inside as scaled."""
-
-    def __init__(self, watch: BackwardWatch) -> None:
-        self._watch = watch
-
-    def __enter__(self) -> None:
-        self._watch.is_scaled = True
-
-    def __exit__(self, *exc: object) -> None:
-        self._watch.is_scaled = False
+        self._round = Round()
 
 
 class _SkipStep(BaseException):  # user code around the closure may catch every Exception

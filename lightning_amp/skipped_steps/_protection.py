@@ -10,9 +10,10 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from typing_extensions import final
+from typing_extensions import final, override
 
 from lightning_amp._compat import _lightning
+from lightning_amp.casting import MethodOverride
 from lightning_amp.scaling import Hold, Skip, StepResult
 from lightning_amp.skipped_steps._kept_buffers import KeptBuffers
 from lightning_amp.skipped_steps._named_buffers import BufferPlace, norm_places
@@ -39,7 +40,10 @@ class SkipProtection:
 
     def __init__(self, module: LightningModule, named: Sequence[BufferPlace] = (), *, on: bool = True) -> None:
         self._module, self._on = module, on
-        self._overrides_scheduler_step = is_overridden("lr_scheduler_step", module)
+        overrides = on and is_overridden("lr_scheduler_step", module)
+        self._scheduler_step = _SchedulerStep(module, "lr_scheduler_step") if overrides else None
+        if self._scheduler_step is not None:
+            self._scheduler_step.install()
         self._rates_are_read = any(map(_reads_rates, (*self._callbacks, module)))
         self._holds: dict[int, Hold] = {}
         both = (norm_places(module), True), (named, False)
@@ -69,8 +73,8 @@ class SkipProtection:
             return  # its schedule goes on, since it must not try a rate twice
         schedulers = [c.scheduler for c in self._module.trainer.strategy.lr_scheduler_configs if self._is_per_step(c)]
         yield from ((scheduler, ["step"]) for scheduler in schedulers if isinstance(scheduler, LRScheduler))
-        if schedulers and self._overrides_scheduler_step:  # which may call other methods, such as timm's `step_update`
-            yield self._module, ["lr_scheduler_step"], self._step_others
+        if schedulers and self._scheduler_step is not None:
+            yield self._scheduler_step, ["__call__"], self._step_others
 
     def _is_per_step(self, config: Any) -> bool:
         plateau = config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau)
@@ -134,8 +138,19 @@ class SkipProtection:
         self.settle()
         for hold in self._holds.values():
             hold.close()
+        if self._scheduler_step is not None:
+            self._scheduler_step.restore()
         self._holds, self._buffers = {}, []
         self._on = self.active = False
+
+
+@final
+class _SchedulerStep(MethodOverride):
+    """A user's `lr_scheduler_step`, which may call other methods of a scheduler, such as timm's `step_update`."""
+
+    @override
+    def __call__(self, scheduler: Any, metric: Any) -> None:
+        self.inner(scheduler, metric)
 
 
 def _no_update(call: Callable[..., Any], step_idx: int | None = None, epoch_idx: int | None = None) -> Any:
