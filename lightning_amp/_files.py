@@ -21,7 +21,7 @@ LEFTOVER = ".lightning-amp.tmp"
 may belong to a process that still writes it."""
 
 _LOST_SLASH = re.compile(r"[\w+.-]{2,}:[/\\](?!/)")
-"""What `pathlib.Path` makes of a URL: `s3:/bucket`, a folder on this machine."""
+"""Matches `s3:/bucket`, a folder on this machine that `pathlib.Path` makes of a URL."""
 
 
 def is_url(path: object) -> bool:
@@ -55,10 +55,10 @@ def child(folder: Path | str, name: str) -> Path | str:
     return folder / name if isinstance(folder, Path) else f"{folder}{'' if folder.endswith('/') else '/'}{name}"
 
 
-def open_to_read(path: str | os.PathLike[str], mode: Literal["text", "binary"], name: str = "path") -> IO[Any]:
-    """Open a file or a URL: text in UTF-8, with or without a byte order mark, with its own line ends; or binary."""
+def open_text(path: str | os.PathLike[str], name: str = "path") -> IO[str]:
+    """Open a file or a URL to read its text: UTF-8, with or without a byte order mark, with its own line ends."""
     place = location(path, name)
-    how: dict[str, Any] = {"mode": "rb"} if mode == "binary" else {"mode": "r", "newline": "", "encoding": "utf-8-sig"}
+    how: dict[str, Any] = {"mode": "r", "newline": "", "encoding": "utf-8-sig"}
     if isinstance(place, Path):
         return place.open(**how)
     store, key = url_to_fs(place)

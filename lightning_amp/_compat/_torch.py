@@ -138,14 +138,16 @@ def watch_writes(tensor: Tensor) -> Place | None:
     """Mark the memory of a tensor on the CPU until the next write to it. Return its place; `None` if it has no mark.
 
     It makes a copy on write and drops it, which marks the memory and copies nothing. Code that asks torch for a pointer
-    through which memory can be written removes the mark: operations in place and with `out=`, through the tensor or any
-    alias (`.data`, a view), NumPy, DLPack, `data_ptr()`. Memory that another tensor or library holds is not marked,
-    because the holder may have such a pointer already. A write to a bare address that was taken earlier is not seen.
+    through which memory can be written removes the mark. It may do so through the tensor or any alias (`.data`, a
+    view): operations in place and with `out=`, NumPy, DLPack, `data_ptr()`. Memory that another tensor or library holds
+    is not marked, because the holder may have such a pointer already. A write to a bare address that was taken earlier
+    is not seen.
 
-    On CUDA this would be wrong, because the kernels of `torch._foreach_*_` write through a pointer for reading.
+    On CUDA this would be wrong, because the kernels of `torch._foreach_*_` write through a pointer for reading. Some
+    builds of torch 2.8 cannot count the holders, so nothing is marked.
     """
     storage = tensor.untyped_storage()
-    count_uses = getattr(torch._C, "_storage_Use_Count", None)  # some builds of torch 2.8 lack it
+    count_uses = getattr(torch._C, "_storage_Use_Count", None)
     if count_uses is None or count_uses(storage._cdata) > 2:  # `tensor` and `storage` are two
         return None
     try:
@@ -163,6 +165,7 @@ def is_unwritten(tensor: Tensor, place: Place) -> bool:
 
 
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Address, shape and strides. Remove with `watch_writes`."""
 
 
 def _place(tensor: Tensor) -> Place:

@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import final, override
 
-from lightning_amp._files import open_to_read, write_atomically
+from lightning_amp._files import open_text, write_atomically
 from lightning_amp._plain_data import Table
 from lightning_amp.compare import views
 from lightning_amp.compare._arm import Arm
@@ -141,7 +141,7 @@ class PrecisionReport:
 
         """
         try:
-            with open_to_read(path, "text") as file:
+            with open_text(path) as file:
                 data: Any = json.load(file)
             if not isinstance(data, dict) or data.get("format") != _FORMAT:
                 raise ValueError("its `format` is not 1")

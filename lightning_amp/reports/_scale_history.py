@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from typing_extensions import final, override
 
-from lightning_amp._files import open_to_read
+from lightning_amp._files import open_text
 from lightning_amp._text import alike, counted
 from lightning_amp.findings import StepPrecision, StepReason, StepRecord
 from lightning_amp.reports._scale_drawing import plot_histories
@@ -182,7 +182,7 @@ class ScaleHistory(Table[StepRecord]):
             ValueError: If it is not such a file. The message names file and line.
         """
         history = cls()
-        with open_to_read(path, "text") as file:
+        with open_text(path) as file:
             reader = csv.reader(file)
             try:
                 header, *rows = [(row, reader.line_num) for row in reader] or [([], 0)]

@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from support.stores import Bucket
 
-from lightning_amp._files import LEFTOVER, child, is_url, location, open_to_read, write_atomically
+from lightning_amp._files import LEFTOVER, child, is_url, location, open_text, write_atomically
 
 
 class Universal:
@@ -107,7 +107,7 @@ def test_a_path(path: Any) -> None:
 @pytest.mark.parametrize("path", ["", "memory:/runs/1", Path("memory://runs/1"), Path("s3://bucket")])
 def test_what_is_no_path(path: Any) -> None:
     """`Path("s3://bucket")` would be a folder here."""
-    for refuse in (lambda: location(path, "dirpath"), lambda: open_to_read(path, "text", "dirpath")):
+    for refuse in (lambda: location(path, "dirpath"), lambda: open_text(path, "dirpath")):
         with pytest.raises(ValueError, match=r"`dirpath` must be a path, or a URL as a string .* got "):
             refuse()
 
@@ -151,13 +151,10 @@ def test_reading(place: str) -> None:
     """Editors on Windows write a byte order mark in front of a text."""
     value = "\ufeffä\r\nb\n".encode()
     write_atomically(f"{place}/a", lambda file: file.write(value), mode="binary")
-    with open_to_read(f"{place}/a", "binary") as file:
-        assert file.read() == value
-    with open_to_read(f"{place}/a", "text") as file:
+    with open_text(f"{place}/a") as file:
         assert file.read() == "ä\r\nb\n"
-    for mode in ("text", "binary"):
-        with pytest.raises(FileNotFoundError):
-            open_to_read(f"{place}/b", mode)  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError):
+        open_text(f"{place}/b")
 
 
 def test_a_folder_below_a_file(memory_folder: str) -> None:
