@@ -133,7 +133,7 @@ def cast_to(parameter: Tensor, copy: Tensor) -> Tensor:
     return alias
 
 
-# Remove when torch can tell whether memory was written to since a point in time.
+# Remove when torch can tell whether memory was written to.
 def watch_writes(tensor: Tensor) -> Place | None:
     """Mark the memory of a tensor on the CPU until the next write to it. Return its place; `None` if it has no mark.
 

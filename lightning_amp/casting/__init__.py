@@ -17,7 +17,6 @@ from lightning_amp.casting._fp32_metrics import is_metric, metrics_in_fp32
 from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules, modules_matching
 from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
 from lightning_amp.casting._fp32_region import autocast_off, fp32_region
-from lightning_amp.casting._matmul_flops import MatmulFlops, flop_formulas, multiplied_dtype
 from lightning_amp.casting._method_override import MethodOverride, Overrides
 from lightning_amp.casting._precision_choice import (
     Canonical,
@@ -38,7 +37,6 @@ __all__ = [
     "Float8Linears",
     "Fp32Modules",
     "Fp32Outputs",
-    "MatmulFlops",
     "MethodOverride",
     "Overrides",
     "Precision",
@@ -50,7 +48,6 @@ __all__ = [
     "choose_fp8_layers",
     "cpu_has",
     "emulates",
-    "flop_formulas",
     "fp32_region",
     "has_bf16_units",
     "is_metric",
@@ -58,7 +55,6 @@ __all__ = [
     "may_run_in_fp8",
     "metrics_in_fp32",
     "modules_matching",
-    "multiplied_dtype",
     "name_of",
     "needs_whole_tiles",
     "nothing_qualifies",

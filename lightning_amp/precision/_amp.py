@@ -61,8 +61,8 @@ class AmpPrecision(StepCounts, MixedPrecision):
             AMD, or with the bf16 instructions of Arm, else `"fp32"`. A precision that the device cannot run raises
             before the first batch.
         scaler: `None` (dynamic loss scaling for fp16, none otherwise), a :class:`DynamicLossScaler`, a
-            `torch.amp.GradScaler`, whose settings are taken, or a float for a static scale. bf16 and fp32 need none,
-            because the range of bf16 is as large as in fp32. With `"bf16"` one is an error. With `"auto"` and `"fp32"`
+            `torch.amp.GradScaler`, whose settings are taken, or a float for a static scale. The range of bf16 is that
+            of fp32, so it needs none. With `"bf16"` one is an error. With `"auto"` and `"fp32"`
             an unneeded one is left unused (one line says so, and `scaler` is `None`), so that one configuration serves
             all machines.
         fp32_modules: Rules for modules that compute in fp32, forward and backward, with their floating inputs upcast:
@@ -206,9 +206,7 @@ class AmpPrecision(StepCounts, MixedPrecision):
     def _begin_log(self, goes_on: bool, precision: str) -> None:
         """Begin the records of a fit. A second fit of the same Trainer continues the counts of the first."""
         before, self.records = self.records, self._new_log()
-        self.records.precision = precision
-        if self.scaler is not None:
-            self.records.limit = self.scaler.max_consecutive_skips
+        self.records.go_on_in(precision, 64 if self.scaler is None else self.scaler.max_consecutive_skips)
         if goes_on:
             self.records.restore(before.num_steps, before.num_skipped, before.streak, before.last)
             return
@@ -344,7 +342,7 @@ class AmpPrecision(StepCounts, MixedPrecision):
             self.clip_grad_by_value(optimizer, clip_val)
             return
         if self._steps is not None:  # no check here: the step finds the NaN gradients that a non-finite norm causes
-            self._steps.unscale_unchecked(optimizer)
+            self._steps.unscale(self._steps.state(optimizer))
         if clip_val > 0:
             self.clip_grad_by_norm(optimizer, clip_val)
 

@@ -121,7 +121,7 @@ class FabricAmpPrecision(ScaledSteps, Precision):
             modules = None if (this := plugin()) is None else this._set_up
             return "" if modules is None else _refusals.describe_nonfinite_gradients(*modules.modules)
 
-        self._begin(scaler, (), _IN_FABRIC, describe)
+        self.begin(scaler, (), _IN_FABRIC, describe)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings and the scaler for a pickle or a deep copy, without the modules and steps."""
@@ -191,7 +191,7 @@ class FabricAmpPrecision(ScaledSteps, Precision):
                 raise RuntimeError(f"`{self!r}` has no module yet: call `model, optimizer = fabric.setup(...)` first.")
             modules = self._set_up = modules or self._settle(device_of(self._new, self.device))
             fp8 = modules.add(self._new)
-            self._started().expect(p for m in self._new for p in m.parameters())
+            self.started().expect(p for m in self._new for p in m.parameters())
             self._new = []
             if self._why is None:
                 say(f"lightning_amp: {summary}." for summary in fp8)
@@ -210,7 +210,7 @@ class FabricAmpPrecision(ScaledSteps, Precision):
         rules = self.fp32_modules, self.restore_buffers
         modules = FabricModules(choice, device, *rules, self.fp8_recipe, skips=skips)
         self._choice, self._observer, self._reduces_on = choice, modules, device
-        self._go_on_in(choice.name, scaler)
+        self.go_on_in(choice.name, scaler)
         if self._loaded is not None:
             self._load_and_say(self._loaded)
         return modules
@@ -229,7 +229,7 @@ class FabricAmpPrecision(ScaledSteps, Precision):
     @override
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
         """Return the parameters to clip: if the step will be skipped only a zero, so that Fabric raises no error."""
-        if not self._started().will_skip(optimizer):
+        if not self.started().will_skip(optimizer):
             return parameters(optimizer)
         nothing = nn.Parameter(torch.zeros(1))
         nothing.grad = torch.zeros(1)
@@ -251,13 +251,13 @@ class FabricAmpPrecision(ScaledSteps, Precision):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._set_up is None and self._choice is None:
-            self._load(state_dict, type(self).__name__)  # refuses a wrong one
+            self.load(state_dict, type(self).__name__)  # refuses a wrong one
             self._loaded = state_dict  # "auto" chooses the precision at the first forward, and loads it again
         else:
             self._load_and_say(state_dict)
 
     def _load_and_say(self, state_dict: dict[str, Any]) -> None:
-        say(self._load(state_dict, type(self).__name__))
+        say(self.load(state_dict, type(self).__name__))
         say(resumed(state_dict, self._settled().name, self.scaler))
 
     @override

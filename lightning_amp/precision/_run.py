@@ -242,7 +242,7 @@ class Run:
             _lightning.run_hook(self.module, "on_before_optimizer_step", optimizer)
             steps.check_again(optimizer)
         if plan.own_clipping:
-            steps.keep_found(optimizer)
+            steps.state(optimizer).keep_found(infinities_only=True)
         _lightning.run_clipping(self._plugin, self.module, optimizer)
         if plan.own_clipping:
             steps.check_again(optimizer)

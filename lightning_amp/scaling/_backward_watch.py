@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import final
 
+from lightning_amp._compat import _torch
 from lightning_amp.scaling._gradients import parameters
 
 
@@ -72,8 +74,18 @@ class BackwardWatch:
         return any(p.grad is not None and id(p) in self._plain for p in parameters(optimizer))
 
 
+@final
+class Thread(threading.local):
+    """Whether a step of :class:`OptimizerSteps`, this one's or another plugin's, runs outside of its closure."""
+
+    steps = False
+
+
+THREAD = Thread()
+
+
 class Steps(Protocol):
-    """What :class:`StepGuard` asks."""
+    """Decides about steps for :class:`StepGuard`."""
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Refuse a step past this object on scaled gradients."""
@@ -105,7 +117,7 @@ class StepGuard:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Check a step."""
         steps = self._steps()
-        if steps is not None:
+        if not (steps is None or THREAD.steps or _torch.is_wrapper(optimizer)):  # a wrapper's step calls another one
             steps.check_step(optimizer)
 
     def close(self) -> None:

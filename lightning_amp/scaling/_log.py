@@ -141,6 +141,10 @@ class RecordLog:
         self._num_blocks = self.num_attempted // self._block
         self._in_batch = False  # whether there are records since the last batch ended
 
+    def go_on_in(self, precision: str, limit: int) -> None:
+        """Set the precision of the steps to come, and how many skips in a row are too many."""
+        self.precision, self.limit = precision, limit
+
     # -- listening -----------------------------------------------------------------------------------------------------
 
     @property
@@ -346,7 +350,7 @@ def _read_flags(steps: Sequence[StepResult]) -> list[tuple[float, float]]:
 
 
 class StepCounts:
-    """What was done so far, for an object with `records` and a `scaler`."""
+    """The counters of an object with `records` and a `scaler`."""
 
     records: RecordLog
     scaler: Any

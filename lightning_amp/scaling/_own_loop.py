@@ -99,9 +99,9 @@ class ScaledSteps(StepCounts):
         require(fine, "optimizers", "a sequence of `torch.optim.Optimizer`", optimizers)
         self.skip_nonfinite = skip_nonfinite
         self.process_group = process_group
-        self._begin(None if scaler is None else DynamicLossScaler.taking(scaler), unwrapped)
+        self.begin(None if scaler is None else DynamicLossScaler.taking(scaler), unwrapped)
 
-    def _begin(
+    def begin(
         self,
         scaler: DynamicLossScaler | None,
         optimizers: Iterable[Optimizer] = (),
@@ -111,7 +111,7 @@ class ScaledSteps(StepCounts):
         """Begin the first round. Errors name these `calls`, and describe the gradients of a stuck run."""
         self._optimizers, self._calls = optimizers, calls
         self.records = RecordLog(describe_skips=describe_skips, has_callbacks=False)
-        self._go_on_in("", scaler)
+        self.go_on_in("", scaler)
         self._steps: OptimizerSteps | None = None
         self._observer: Observer | None = None
         self._reduces_on: torch.device | None = None
@@ -119,13 +119,13 @@ class ScaledSteps(StepCounts):
         self._noted: list[tuple[StepResult, Callable[[], Any]]] = []
         self._holds: list[Hold] = []
 
-    def _go_on_in(self, precision: str, scaler: DynamicLossScaler | None) -> None:
+    def go_on_in(self, precision: str, scaler: DynamicLossScaler | None) -> None:
         """Set the precision that records name, and the scaler, before the first backward."""
         self.scaler = scaler
-        self.records.precision = precision
-        self.records.limit = 64 if scaler is None else scaler.max_consecutive_skips
+        self.records.go_on_in(precision, 64 if scaler is None else scaler.max_consecutive_skips)
 
-    def _started(self) -> OptimizerSteps:
+    def started(self) -> OptimizerSteps:
+        """Return the steps, which are made when they are first needed: the ranks are known by then."""
         if self._steps is None:
             dist, group = torch.distributed, self.process_group
             several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
@@ -155,7 +155,7 @@ class ScaledSteps(StepCounts):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run `loss.backward(*args, **kwargs)` on the scaled loss, with autocast off."""
-        steps = self._started()
+        steps = self.started()
         if self._observer is not None:
             self._observer.note_backward()
         with _autocast_off(loss.device):
@@ -168,14 +168,14 @@ class ScaledSteps(StepCounts):
 
         If they are not finite, the next step is skipped, even if you replace these values afterwards.
         """
-        self._started().unscale_(optimizer)
+        self.started().unscale_(optimizer)
 
     def will_skip(self, optimizer: Optimizer) -> bool:
         """Return whether the next step will be skipped, after :meth:`unscale_`.
 
         All ranks must call. This waits for the device.
         """
-        return self._started().will_skip(optimizer)
+        return self.started().will_skip(optimizer)
 
     def step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Call `optimizer.step(**kwargs)`, unless a gradient is not finite. Return its output.
@@ -184,7 +184,7 @@ class ScaledSteps(StepCounts):
         """
         optimizer = _torch.unwrap_optimizer(optimizer)
         self._make_noted_calls(optimizer)
-        steps = self._started()
+        steps = self.started()
         if steps.has_stepped(optimizer):
             steps.end_round()
         plan = StepPlan(fold=True, asks_for_loss=self._observer is not None, in_closure=False)
@@ -261,10 +261,10 @@ class ScaledSteps(StepCounts):
             ValueError: If an entry is missing or wrong. Nothing changes then.
 
         """
-        for sentence in self._load(state_dict, type(self).__name__):
+        for sentence in self.load(state_dict, type(self).__name__):
             _LOGGER.info(sentence)
 
-    def _load(self, state_dict: dict[str, Any], name: str) -> list[str]:
+    def load(self, state_dict: dict[str, Any], name: str) -> list[str]:
         """Load a state that errors call `name`. Return a sentence for each setting that stays as it was passed."""
         sentences = load_state(Saved(state_dict, name), self.scaler, self.records)
         self._noted.clear()  # these calls, and the steps of this round, came after the checkpoint

@@ -1,4 +1,4 @@
-"""What the caller of a step asks of it."""
+"""Requirements of the caller for a step, and the calls that errors name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Calls(NamedTuple):
         owner: The object that a step went past.
         backward: The call of a scaled backward.
         step: The call of a step.
-        unknown: What to do with an optimizer that has not stepped before.
+        unknown: Advice for an optimizer that has not stepped before.
         takes_plain: Whether gradients that no scaled backward has added to are true ones, rather than an error.
 
     """

@@ -29,7 +29,7 @@ class Round:
         self._steps: list[StepResult] = []
         self._lowered: list[StepResult] = []  # steps of this batch that have lowered the scale, if they overflowed
         self._stepped: set[int] = set()  # indices of the optimizers that have stepped
-        self._again: set[int] = set()  # and of those that have stepped more than once in this batch
+        self._again: set[int] = set()  # which have stepped more than once in this batch
 
     def add(self, step: StepResult) -> None:
         """Add a step."""

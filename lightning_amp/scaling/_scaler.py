@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -31,10 +32,9 @@ _LIMITS = ("hysteresis", "min_scale", "max_scale", "max_consecutive_skips")
 class Owner(Protocol):
     """The steps of a run, which keep the account of the gradients while the run lasts."""
 
-    backward_call: str
     step_call: str
 
-    def scale_by_hand(self, outputs: Any) -> Any:
+    def scale(self, outputs: Any) -> Any:
         """Multiply losses whose backward the user runs."""
 
     def unscale_(self, optimizer: Any) -> None:
@@ -157,7 +157,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         self._allowance: Tensor | int = hysteresis  # a tensor once the scale is on a device
         self._loss: Tensor | None = None  # finite exactly if all losses since the last update were
         self._log = self._new_log()  # only for loops without the plugin
-        self._owner: Owner | None = None
+        self._owner_ref: weakref.ref[Owner] | None = None
 
     def _new_log(self) -> RecordLog:
         return RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
@@ -194,13 +194,17 @@ class DynamicLossScaler(torch.amp.GradScaler):
         return cls(scale, min_scale=min(scale, 2.0**-14), max_scale=max(scale, 2.0**24), **changed)
 
     def serve(self, owner: Owner | None) -> None:
-        """Have the steps of a run answer calls by hand, until this is called with `None`."""
-        self._owner = owner
+        """Have the steps of a run answer calls by hand, until they are gone, or this is called with `None`."""
+        self._owner_ref = None if owner is None else weakref.ref(owner)
+
+    @property
+    def _owner(self) -> Owner | None:
+        return None if self._owner_ref is None else self._owner_ref()
 
     @override
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss of any shape, or nested iterables of losses, by the scale."""
-        return self.multiply(outputs) if self._owner is None else self._owner.scale_by_hand(outputs)
+        return self.multiply(outputs) if self._owner is None else self._owner.scale(outputs)
 
     def multiply(self, outputs: Any) -> Any:
         """Multiply losses by the scale.
@@ -386,7 +390,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         state["_allowance"] = int(self._allowance)
         state["_loss"] = None
         state["_log"] = self._new_log()
-        state["_owner"] = None
+        state["_owner_ref"] = None
         return state
 
     def __repr__(self) -> str:

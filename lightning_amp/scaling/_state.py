@@ -1,4 +1,4 @@
-"""What the gradients of one optimizer are now: the scale that they carry, and whether they are finite."""
+"""The state of the gradients of one optimizer: the scale that they carry, and whether they are finite."""
 
 from __future__ import annotations
 

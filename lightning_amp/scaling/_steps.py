@@ -7,10 +7,8 @@ A round is :meth:`OptimizerSteps.scale_loss`, the backward inside :meth:`Optimiz
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,8 @@ from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp._compat import _modules, _torch
-from lightning_amp.scaling._backward_watch import BackwardWatch, StepGuard
+from lightning_amp.scaling._backward_watch import THREAD, BackwardWatch, StepGuard
+from lightning_amp.scaling._by_hand import ByHand
 from lightning_amp.scaling._early_moves import num_edits, snapshot
 from lightning_amp.scaling._gradients import has_gradients, parameters
 from lightning_amp.scaling._log import RecordLog, StepResult
@@ -72,8 +71,7 @@ class OptimizerSteps:
         self.log = log
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.skips = self.scaler is not None or skip_nonfinite
-        self._calls = calls
-        self.backward_call, self.step_call = calls.backward, calls.step
+        self.calls = calls
         self._all_reduce_max, self._reduces_on = all_reduce_max, device
         self._states = {id(optimizer): GradientState(optimizer, i) for i, optimizer in enumerate(optimizers)}
         self._rest: list[Any] = []  # parameters for which an optimizer is to come
@@ -90,7 +88,8 @@ class OptimizerSteps:
             known = self._known_parameters()
             self._watch.watch(p for p in watched if id(p) not in known)
             self._guard = StepGuard(self, self._watch)
-            self.scaler.serve(self)
+            self._by_hand = ByHand(self, self._watch)
+            self.scaler.serve(self._by_hand)
         self.note_scale()
 
     def note_scale(self) -> None:
@@ -112,7 +111,7 @@ class OptimizerSteps:
         """Unscale all remaining gradients, because the run ends."""
         for state in self._states.values():
             if self._watch is not None and not self._watch.came_plain(state.optimizer):
-                self._unscale(state)
+                self.unscale(state)
             state.release()
 
     def close(self) -> None:
@@ -123,10 +122,9 @@ class OptimizerSteps:
             self._guard.close()
             self.scaler.serve(None)
 
-    def _state(self, optimizer: Optimizer) -> GradientState:
+    def state(self, optimizer: Optimizer) -> GradientState:
         """Return the state of an optimizer's gradients; a new optimizer gets the next index."""
-        state = self._states.get(id(optimizer))
-        if state is not None:
+        if state := self._states.get(id(optimizer)):
             return state
         first = next(parameters(optimizer), None)
         same = (s for s in self._states.values() if first is not None and first is next(parameters(s.optimizer), None))
@@ -149,11 +147,10 @@ class OptimizerSteps:
 
     def _require_one_scale(self, optimizer: Optimizer) -> None:
         """Refuse a new optimizer if its gradients may be sums of backwards with several scales."""
-        if not self._scale_has_changed:
-            return
         known = self._known_parameters()
         others = [p.grad for p in parameters(optimizer) if p.grad is not None and id(p) not in known]
-        if any(map(_modules.version, others)):  # a backward that adds to a gradient writes in place
+        # a backward that adds to a gradient writes in place
+        if self._scale_has_changed and any(map(_modules.version, others)):
             raise RuntimeError(
                 f"`{type(optimizer).__name__}` steps for the first time, with gradients of several backwards, and the"
                 " loss scale changed before. Pass all optimizers to `ScaledSteps(scaler, [...])`; in Fabric, set up"
@@ -164,23 +161,24 @@ class OptimizerSteps:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss, scaled. Gradients that are still there are rescaled to the current scale."""
-        self._add_loss(loss)
+        self.add_loss(loss)
         if self.scaler is None:
             return loss
         if self.round_is_over:  # of a batch with many steps, such as several epochs of a rollout
             self._round.lower(self.scaler)
             self.log.complete(self.scaler.scale_tensor)
         scaled = self.scaler.multiply(loss)  # must come first: it creates the scale, and a float16 loss may lower it
-        self._carry(self.scaler.scale_tensor)
+        self.carry(self.scaler.scale_tensor)
         return scaled
 
-    def _add_loss(self, loss: Tensor) -> None:
+    def add_loss(self, loss: Tensor) -> None:
+        """Record the loss of the next backward."""
         for state in self._states.values():
             state.add_loss(loss, may_have_none=self._all_reduce_max is not None)
         if self._expects_more or self._rest:
             self._rest_state.add_loss(loss, may_have_none=True)
 
-    def _carry(self, to: Tensor) -> None:
+    def carry(self, to: Tensor) -> None:
         """Bring all gradients that are still there to the scale of the next backward, []."""
         if self._rest_state.scale is not None and self._rest_state.scale is not to:
             self._scale_has_changed = True
@@ -191,76 +189,40 @@ class OptimizerSteps:
                 done.update(id(p) for p in parameters(state.optimizer))
         self._rest_state.carry(to, ())
 
+    def forget_scale_without_gradients(self) -> None:
+        """Treat gradients to come as true ones, where a backward has left none."""
+        for state in self._states.values():
+            if not has_gradients(state.optimizer):
+                state.release()
+
     def scaled_backward(self) -> AbstractContextManager[None]:
         """Return the context of the backward of a loss that :meth:`scale_loss` has scaled."""
         return nullcontext() if self._watch is None else self._watch
-
-    def scale_by_hand(self, outputs: Any) -> Any:
-        """Return losses, scaled, for a backward that the user runs: `scaler.scale(loss).backward()`."""
-        if isinstance(outputs, Tensor):
-            scaler = self.scaler
-            assert scaler is not None
-            scaled = scaler.multiply(outputs)
-            if scaled.requires_grad:
-                scaled.register_hook(partial(self._begin_by_hand, outputs.detach(), scaler.scale_tensor))
-            return scaled
-        many = [self.scale_by_hand(output) for output in outputs]
-        return tuple(many) if isinstance(outputs, tuple) else many
-
-    def _begin_by_hand(self, loss: Tensor, scale: Tensor, gradient: Tensor) -> None:
-        watch = self._watch
-        assert watch is not None
-        if watch.is_scaled and not self._by_hand:
-            raise RuntimeError(
-                "The loss was multiplied by the loss scale twice: by `scaler.scale(loss)`, and by the plugin. Call"
-                f" `{self.backward_call}` without `scaler.scale`."
-            )
-        if not self._by_hand:  # otherwise the same backward has begun with another loss
-            self._by_hand = watch.is_scaled = True
-            _torch.call_after_backward(self._end_by_hand)
-            self._carry(scale)
-        self._add_loss(loss)
-
-    _by_hand = False  # whether a backward runs whose loss the user has scaled
-
-    def _end_by_hand(self) -> None:
-        assert self._watch is not None
-        self._by_hand = self._watch.is_scaled = False
-        for state in self._states.values():
-            if not has_gradients(state.optimizer):  # it was `torch.autograd.grad`
-                state.release()
 
     # -- unscale and check ---------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Any) -> None:
         """Unscale the gradients of an optimizer, and skip its next step if they are not finite now."""
         if self.skips:  # otherwise nothing is scaled or checked
-            state = self._state(_torch.unwrap_optimizer(optimizer))
+            state = self.state(_torch.unwrap_optimizer(optimizer))
             self._examine(state)
             state.keep_found()
-
-    def unscale_unchecked(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients of an optimizer for clipping, whose norm shows what is not finite."""
-        self._unscale(self._state(optimizer))
-
-    def keep_found(self, optimizer: Optimizer) -> None:
-        """Have the next step skipped if the gradients overflowed, even if a clip by value hides it."""
-        self._state(optimizer).keep_found(infinities_only=True)
 
     def check_again(self, optimizer: Optimizer) -> None:
         """Unscale gradients and check them, after the user may have changed or added some."""
         if self.skips:
-            self._examine(self._state(optimizer))
+            self._examine(self.state(optimizer))
 
     def will_skip(self, optimizer: Optimizer) -> bool:
         """Return whether the next step will be skipped, after :meth:`unscale_`. All ranks must call. This waits."""
-        state = self._state(optimizer)
+        state = self.state(optimizer)
         if state.found_inf is None:
             return False
         self._agree(state)
         return state.wait(asks_for_loss=False)
 
-    def _unscale(self, state: GradientState) -> None:
+    def unscale(self, state: GradientState) -> None:
+        """Unscale gradients, for clipping by norm too: the norm shows what is not finite."""
         state.unfold()
         if state.is_scaled:
             self._require_scaled(state)
@@ -270,7 +232,7 @@ class OptimizerSteps:
         """Unscale gradients, and check whether they are finite now."""
         state.unfold()
         if state.is_scaled:
-            self._unscale(state)
+            self.unscale(state)
         else:
             self._require_scaled(state)
             state.check()
@@ -290,13 +252,13 @@ class OptimizerSteps:
     def _require_scaled(self, state: GradientState) -> None:
         """Refuse gradients that a backward without the loss scale has added to."""
         watch = self._watch
-        if watch is None or (self._calls.takes_plain and not state.is_scaled):
+        if watch is None or (self.calls.takes_plain and not state.is_scaled):
             return
         never = self._rest_state.scale is None and has_gradients(state.optimizer)  # no scaled backward has ever run
         if never or watch.came_plain(state.optimizer):
             raise RuntimeError(
                 f"Gradients of `{type(state.optimizer).__name__}` come from `loss.backward()`, which does not multiply"
-                f" them by the loss scale. Call `{self.backward_call}` for each loss."
+                f" them by the loss scale. Call `{self.calls.backward}` for each loss."
             )
 
     def _true_elsewhere(self, state: GradientState) -> set[int]:
@@ -344,25 +306,25 @@ class OptimizerSteps:
             The output of `optimizer.step` (on a skip, of the closure), and the outcome of the step.
 
         """
-        state = self._state(optimizer)
+        state = self.state(optimizer)
         if not plan.in_closure and (not state.is_torchs or _torch.has_step_hooks(optimizer)):
-            self._unscale(state)
+            self.unscale(state)
         undo = snapshot(optimizer) if self.skips and state.moves_early else None
         skip, result, calls, edits, leave = Skip.NO, None, 0, num_edits(optimizer), _SkipStep()
 
         def run_closure() -> Any:
             nonlocal skip, result, calls
-            _thread.steps = False  # the closure may step other optimizers
+            THREAD.steps = False  # the closure may step other optimizers
             state.moves_early |= calls > 0 or num_edits(optimizer) != edits
             result, calls = closure(), calls + 1
             skip = self._check(state, before_update, plan)
             if skip.known:
                 raise leave
             self.log.announce(optimizer)
-            _thread.steps = True
+            THREAD.steps = True
             return result
 
-        outer, _thread.steps = _thread.steps, True
+        outer, THREAD.steps = THREAD.steps, True
         try:
             if state.takes_closure:
                 output = optimizer.step(closure=run_closure, **kwargs)
@@ -376,7 +338,7 @@ class OptimizerSteps:
                 undo()
             output = result
         finally:
-            _thread.steps = outer
+            THREAD.steps = outer
             if state.decides_on_device:
                 _torch.clear_amp_attributes(optimizer)
         return output, self._record(state, skip)
@@ -414,11 +376,9 @@ class OptimizerSteps:
     def check_step(self, optimizer: Optimizer) -> None:
         """Refuse a step past this object, which would move weights by the gradients times the scale.
 
-        Torch calls it for each step of any optimizer. Steps inside of :meth:`step` pass, and so do steps on gradients
-        that are not scaled.
+        :class:`StepGuard` calls it for each step of any optimizer outside of :meth:`step`. Steps on gradients that are
+        not scaled pass.
         """
-        if _thread.steps or _torch.is_wrapper(optimizer):  # a wrapper's step calls the wrapped optimizer's
-            return
         watch, state = self._watch, self._states.get(id(optimizer))
         assert watch is not None
         if state is None:
@@ -428,12 +388,12 @@ class OptimizerSteps:
         if not refused or not has_gradients(optimizer):
             return
         if watch.is_scaled:
-            fix = f"It was called inside the backward: call {self.step_call} after it, or use precision 'bf16'"
+            fix = f"It was called inside the backward: call {self.calls.step} after it, or use precision 'bf16'"
         else:
-            fix = f"Call {self.step_call}" if state is not None else self._calls.unknown
+            fix = f"Call {self.calls.step}" if state is not None else self.calls.unknown
         scale = None if self.scaler is None else self.scaler.get_scale()
         raise RuntimeError(
-            f"`{type(optimizer).__name__}.step()` was called past {self._calls.owner}, which therefore could neither"
+            f"`{type(optimizer).__name__}.step()` was called past {self.calls.owner}, which therefore could neither"
             f" divide its gradients by the loss scale ({scale:.10g}) nor skip it. {fix}."
         )
 
@@ -466,7 +426,7 @@ class OptimizerSteps:
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has stepped in this round, so that another round begins with its next step."""
-        again = self._round.has(self._state(optimizer))
+        again = self._round.has(self.state(optimizer))
         self._expects_more &= not again
         return again
 
@@ -488,10 +448,3 @@ class OptimizerSteps:
 
 class _SkipStep(BaseException):  # user code around the closure may catch every Exception
     """Leaves `optimizer.step` from inside its closure."""
-
-
-class _Thread(threading.local):
-    steps = False  # whether `OptimizerSteps.step`, of this object or of another plugin's, runs outside of its closure
-
-
-_thread = _Thread()

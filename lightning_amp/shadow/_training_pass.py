@@ -23,6 +23,7 @@ from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._shadow import Shadow
 from lightning_amp.shadow._step_watch import StepWatch
 from lightning_amp.shadow._views import View, replaying
+from lightning_amp.shadow._watched_backward import watched_backward
 from lightning_amp.tracing import Fp32Draws, OperationWatch, RandomState, Trace, fp32_throughout, paired_random
 
 BOUNDARY = __file__
@@ -213,7 +214,7 @@ class TrainingPass:
             self._watch.note_loss(loss)
         with torch.autocast(self._device_type, enabled=False), ExitStack() as watching:
             scaled = self._scaled(loss)
-            run = scaled.backward if self._watch is None else partial(_modules.watched_backward, scaled)
+            run = scaled.backward if self._watch is None else partial(watched_backward, scaled)
             if is_overridden("backward", self.module):  # which may enter a context, such as `loss_parallel`
                 if self._watch is not None:  # it calls `loss.backward`, where the watch would see no operation
                     vars(scaled)["backward"] = partial(_run, run)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_amp.casting import MatmulFlops
+from lightning_amp.measure import MatmulFlops
 
 
 def flops(step: Callable[[], Any]) -> dict[str, int]:
