@@ -161,7 +161,8 @@ def watch_writes(tensor: Tensor) -> Place | None:
 # Remove with `watch_writes`.
 def is_unwritten(tensor: Tensor, place: Place) -> bool:
     """Return whether the tensor is in the same place, and its memory still has the mark of :func:`watch_writes`."""
-    return torch._C._is_cow_tensor(tensor) and _place(tensor) == place
+    is_marked: Any = torch._C._is_cow_tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return is_marked(tensor) and _place(tensor) == place
 
 
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -169,7 +170,8 @@ Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def _place(tensor: Tensor) -> Place:
-    return torch._C._data_address(tensor), tensor.shape, tensor.stride()
+    address: Any = torch._C._data_address  # pyright: ignore[reportAttributeAccessIssue]
+    return address(tensor), tensor.shape, tensor.stride()
 
 
 # Remove when a hook can find out in which backward it runs.
