@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -274,11 +274,6 @@ class _KeptBatches(MethodOverride):
             self._batches.append(copy_batch(batch))
         return self.inner(batch, dataloader_idx)
 
-    @property
-    @override
-    def replacement(self) -> Callable[..., Any]:
-        return self.as_method()
-
 
 def is_settling(trainer: Trainer) -> bool:
     """Return whether the last step was skipped because a dynamic loss scale is still falling.
@@ -305,7 +300,7 @@ def _fp32_modules(trainer: Trainer, module: LightningModule) -> list[torch.nn.Mo
     if not isinstance(plugin, AmpPrecision):
         return []
     found = modules_matching(module, plugin.fp32_modules)
-    return [inner for pairs in found.values() for _, matched in pairs for inner in matched.modules()]
+    return [inner for matched in found.values() for inner in matched.modules()]
 
 
 def _slow_settings() -> Iterator[Setting]:

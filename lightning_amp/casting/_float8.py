@@ -15,7 +15,7 @@ from lightning_amp._compat import _modules, _torchao
 from lightning_amp._text import counted, listed
 from lightning_amp.casting._float8_recipes import config_of, emulates
 from lightning_amp.casting._fp32_metrics import is_metric
-from lightning_amp.casting._method_override import InPlace, MethodOverride, calling, not_run
+from lightning_amp.casting._method_override import MethodOverride, Overrides, calling, not_run
 
 _FROZEN = "frozen; it runs in fp8 once it is unfrozen"
 
@@ -137,7 +137,6 @@ class _Float8Forward(MethodOverride):
     def __init__(self, owner: nn.Module, twin: Any, device_type: str, stage: Any) -> None:
         super().__init__(owner, "forward")
         self.twin, self.device_type, self.stage = twin, device_type, stage
-        self.lost_weight = _modules.Flag()
 
     @override
     def __call__(self, input: Tensor) -> Tensor:  # `nn.Linear.forward` has this argument name
@@ -157,11 +156,9 @@ class _Float8Forward(MethodOverride):
 
     def _in_fp8(self, values: Tensor) -> bool:
         device_type, weight = self.device_type, _modules.own_parameters(self.twin).get("weight")
-        if weight is None:  # the user has replaced it, as pruning does
-            self.lost_weight.set()
-            return False
         return (
             self.stage.in_fp8
+            and weight is not None  # pruning replaces it
             and torch.is_autocast_enabled(device_type)
             and torch.get_autocast_dtype(device_type) == torch.bfloat16
             and weight.requires_grad  # otherwise an unneeded gradient would be computed
@@ -182,14 +179,9 @@ class _Float8Forward(MethodOverride):
             )
         )
 
-    @property
-    @override
-    def replacement(self) -> Callable[..., Any]:
-        return self.as_method()
-
 
 @final
-class Float8Linears(InPlace):
+class Float8Linears:
     """Context in which the linear layers of `root` with these names multiply in fp8 while `stage.in_fp8` is true.
 
     Outside of it the module is plain. So copies, exports and evaluations in hooks and callbacks are plain as well.
@@ -200,26 +192,19 @@ class Float8Linears(InPlace):
 
     def __init__(self, root: nn.Module, names: Collection[str], recipe: Any, device_type: str, stage: Any) -> None:
         config = config_of(recipe)
-        chosen = {name: layer for name, layer in linear_layers(root).items() if name in names}
-        self._overrides = {
+        self._forwards = {
             name: _Float8Forward(layer, _torchao.float8_twin(layer, config), device_type, stage)
-            for name, layer in chosen.items()
+            for name, layer in linear_layers(root).items()
+            if name in names
         }
+        self._overrides = Overrides(self._forwards.values())
 
-    @override
-    def install(self) -> None:
-        for forward in self._overrides.values():
-            forward.install()
+    def __enter__(self) -> None:
+        self._overrides.__enter__()
 
-    @override
-    def restore(self) -> None:
-        for forward in self._overrides.values():
-            forward.restore()
+    def __exit__(self, *exc: object) -> None:
+        self._overrides.__exit__(*exc)
 
     def idle(self) -> list[str]:
-        """Name the layers that have not multiplied in fp8."""
-        return not_run(self._overrides)
-
-    def replaced(self) -> list[str]:
-        """Name the layers whose weight was not a parameter of the layer in some step."""
-        return [name for name, forward in self._overrides.items() if forward.lost_weight.is_set]
+        """Name the layers that have not multiplied in fp8, if that is known."""
+        return not_run(self._forwards)

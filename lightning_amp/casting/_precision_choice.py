@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 import warnings
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import nn
 
-from lightning_amp._compat import _modules, _torch
-from lightning_amp.casting._cpu_speed import ProbeKind, cpu_speed
+from lightning_amp._compat import _torch
 from lightning_amp.casting._float8_recipes import has_fp8, refuse_later_formats
-from lightning_amp.measure import SpeedComparison
 
 Precision = Literal["auto", "bf16", "fp16", "fp8", "fp32"]
 Canonical = Literal["16-mixed", "bf16-mixed", "32-true"]
@@ -52,45 +51,14 @@ class Choice(NamedTuple):
         return cls(name, _CANONICAL[name], _DTYPES[name])
 
     @classmethod
-    def by_instructions(cls, device: torch.device) -> tuple[Choice, str]:
-        """Return the best precision for which this device has instructions, and the reason in one sentence."""
-        names = runnable(device)
-        here = _describe(device)
-        if device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(device)
-            if "bf16" in names and has_bf16_units(device):
-                return cls.of("bf16"), f"{here} computes in bfloat16 natively"
-            if major >= 7 and "fp16" in names:
-                return cls.of("fp16"), f"{here} has float16 but no bfloat16 matrix units (sm_{major}{minor})"
-            return cls.of("fp32"), f"{here} has no half-precision matrix units (sm_{major}{minor})"
-        if device.type == "cpu":
-            if cpu_has("bf16"):
-                return cls.of("bf16"), "this CPU has bfloat16 instructions"
-            return cls.of("fp32"), "this CPU has no bfloat16 instructions"
-        if "bf16" in names:
-            return cls.of("bf16"), f"{here} runs bfloat16 autocast"
-        return cls.of(names[0]), f"it is the lowest precision that {here} runs"
+    def pick(cls, device: torch.device, module: Any = None) -> tuple[Choice, str]:
+        """Pick the precision for `"auto"` on this device, and give the reason in one sentence.
 
-    @classmethod
-    def pick(cls, device: torch.device, module: nn.Module | None = None) -> tuple[Choice, str]:
-        """Pick the precision for `"auto"` for this module on this device, and give the reason in one sentence.
-
-        A CPU with bfloat16 instructions is measured once per process, because some run bf16 slower than fp32. A CPU
-        without them gets fp32 unmeasured, because torch converts each value there before and after it computes in fp32.
+        It depends on facts about the device only, so each process of a machine makes the same choice. `module` is
+        ignored.
         """
-        choice, why = cls.by_instructions(device)
-        if device.type != "cpu" or choice.name != "bf16":
-            return choice, why
-        kinds: list[ProbeKind] = ["products"]
-        if module is not None and _modules.has_convolutions(module):
-            kinds.append("convolutions")
-        speeds: dict[ProbeKind, SpeedComparison] = {
-            kind: speed for kind in kinds if (speed := cpu_speed("bf16", kind)) is not None
-        }
-        slower = [_say_speed(kind, speed) for kind, speed in speeds.items() if speed.claim == "slower"]
-        if slower:
-            return cls.of("fp32"), "; ".join(slower)
-        return choice, "; ".join([why, *(_say_speed(kind, speed) for kind, speed in speeds.items())])
+        name, why = _best_on_cpu() if device.type == "cpu" else _best_on_accelerator(device)
+        return cls.of(name), why
 
     def require(self, device: torch.device, argument: str = "precision", *, emulated: bool = False) -> None:
         """Raise a `ValueError` if the device cannot run this precision. The error names the precisions that it can run.
@@ -160,13 +128,36 @@ def cpu_has(name: str) -> list[str]:
     return [feature for feature, value in _torch.cpu_capabilities().items() if name in feature and value]
 
 
-def _say_speed(kind: ProbeKind, speed: SpeedComparison) -> str:
-    """Describe how fast bf16 was in the probe, such as `bf16 products run 2.1x as fast as fp32 (1.9 to 2.3) here`."""
-    if speed.differs:
-        return f"bf16 {kind} run {speed.in_words('fp32')} here"
-    if speed.num_repetitions < 3:
-        return f"too busy to measure bf16 {kind}"
-    return f"bf16 {kind} compared with fp32 here: {speed}"
+def is_amd() -> bool:
+    """Return whether AMD made this CPU; `False` if the vendor is unknown."""
+    cpuinfo = Path("/proc/cpuinfo")
+    vendor = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else platform.processor()
+    return "AuthenticAMD" in vendor
+
+
+def _best_on_cpu() -> tuple[str, str]:
+    found = cpu_has("bf16")
+    if "amx_bf16" in found:
+        return "bf16", "this CPU has AMX instructions for bfloat16"
+    if "avx512_bf16" in found and not is_amd():
+        return "fp32", "this CPU has AVX512-BF16 but no AMX, and would train in bf16 more slowly than in fp32"
+    if found:
+        return "bf16", "this CPU has bfloat16 instructions"
+    return "fp32", "this CPU has no bfloat16 instructions"
+
+
+def _best_on_accelerator(device: torch.device) -> tuple[str, str]:
+    names, here = runnable(device), _describe(device)
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if "bf16" in names and has_bf16_units(device):
+            return "bf16", f"{here} computes in bfloat16 natively"
+        if major >= 7 and "fp16" in names:
+            return "fp16", f"{here} has float16 but no bfloat16 matrix units (sm_{major}{minor})"
+        return "fp32", f"{here} has no half-precision matrix units (sm_{major}{minor})"
+    if "bf16" in names:
+        return "bf16", f"{here} runs bfloat16 autocast"
+    return names[0], f"it is the lowest precision that {here} runs"
 
 
 def _autocast_runs(device: torch.device, dtype: torch.dtype) -> bool:

@@ -17,8 +17,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import final, override
 
+from lightning_amp._files import open_text
 from lightning_amp._text import named
-from lightning_amp._urls import open_to_read
 from lightning_amp.cli._errors import UsageError, usage_error
 from lightning_amp.cli._output import note
 
@@ -167,7 +167,7 @@ def _load(path: str, value: Any = None) -> dict[str, Any]:
         path, value = str(Path(path).parent / value), None
     if value is None:
         try:
-            with open_to_read(path, "text", "--config") as file:
+            with open_text(path, "--config") as file:
                 value = get_loader("yaml")(file.read())
         except FileNotFoundError as error:
             raise UsageError(f"there is no file `{path}`, which --config names") from error

@@ -13,9 +13,8 @@ from typing import Any
 
 from typing_extensions import final
 
-from lightning_amp._files import write_atomically
+from lightning_amp._files import is_url, location, write_atomically
 from lightning_amp._plain_data import null, plain
-from lightning_amp._urls import is_url, location
 from lightning_amp.cli._errors import UsageError
 
 

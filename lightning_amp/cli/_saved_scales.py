@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_amp._plain_data import table
+from lightning_amp._files import child, is_url, location
+from lightning_amp._plain_data import Table
 from lightning_amp._text import exact
-from lightning_amp._urls import child, is_url, location
 from lightning_amp.cli._errors import UsageError
 from lightning_amp.cli._output import Outcome, json_writer
 from lightning_amp.reports import SCALE_HISTORY_FILE, ScaleHistory, plot_histories
@@ -36,7 +36,7 @@ def run_scale(options: Any) -> Outcome:
     parts = [f"`{label}`: {history.summary()}" for label, history in histories.items()]
     data = [{"run": label, "summary": histories[label].summary(), **own} for label, own in figures.items()]
     files = {"--plot": lambda path: plot_histories(histories, path), "--json": json_writer({"runs": data})}
-    return Outcome("\n\n".join([*parts, table(header, rows)]) + "\n", files)
+    return Outcome("\n\n".join([*parts, str(Table(header, rows))]) + "\n", files)
 
 
 def _label(path: str) -> str:

@@ -13,8 +13,7 @@ from typing import Any
 
 from typing_extensions import final, override
 
-from lightning_amp._files import write_atomically
-from lightning_amp._urls import open_to_read
+from lightning_amp._files import open_text, write_atomically
 from lightning_amp.compare import _words
 from lightning_amp.compare._arm import Arm, ArmMetric
 from lightning_amp.compare._directions import direction_of
@@ -140,7 +139,7 @@ class PrecisionReport:
 
         """
         try:
-            with open_to_read(path, "text") as file:
+            with open_text(path) as file:
                 data: Any = json.load(file)
             if not isinstance(data, dict) or data.get("format") != _FORMAT:
                 raise ValueError(f"its `format` is not {_FORMAT}")

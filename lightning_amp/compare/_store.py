@@ -14,9 +14,8 @@ from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require
-from lightning_amp._files import write_atomically
+from lightning_amp._files import child, location, open_text, write_atomically
 from lightning_amp._text import named
-from lightning_amp._urls import child, location, open_to_read
 from lightning_amp.compare._process import versions
 from lightning_amp.compare._run import Run, from_data, to_data
 
@@ -67,7 +66,7 @@ class Store:
         """
         name = f"{file_name(label, seed)}.json"
         try:
-            with open_to_read(child(self._folder, name), "text") as file:
+            with open_text(child(self._folder, name)) as file:
                 data: Any = json.load(file)
             run, theirs = from_data(Run, data["run"]), data["settings"]
             if data["format"] != _FORMAT or not self._reuses:

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from lightning_amp._plain_data import Table, code, line
 from lightning_amp._text import counted, exact, memory, rounded
 from lightning_amp.compare._arm import Arm, ArmMetric, mean
 from lightning_amp.compare._run import CONTROL, Plan, Run
@@ -26,12 +27,11 @@ _CONTROL = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff
 def markdown(plan: Plan, arms: Mapping[str, Arm]) -> str:
     """Write the text of :meth:`PrecisionReport.to_markdown`."""
     header, *rows = table(arms)
-    lines = [header, ["---"] * len(header), *rows]
     parts = [
         " ".join(recommend(list(arms.values()))[1]),
         "\n".join(f"- {label_and_metric}: {text}" for label_and_metric, text in verdict_lines(arms)),
-        "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines),
-        "\n".join(f"- failed: {code(run.name)}: {_plain(run.error or '')}" for run in failures(arms)),
+        str(Table(header, rows)),
+        "\n".join(f"- failed: {code(run.name)}: {line(run.error or '')}" for run in failures(arms)),
         " ".join(notes(plan, arms)),
     ]
     return "\n\n".join(filter(None, (clean(part) for part in parts))) + "\n"
@@ -40,21 +40,6 @@ def markdown(plan: Plan, arms: Mapping[str, Arm]) -> str:
 def clean(text: str) -> str:
     """Replace what neither a terminal nor a browser should get: colours, control characters, lone surrogates."""
     return _CONTROL.sub("\ufffd", text)
-
-
-def code(text: str) -> str:
-    """Write a name from the user as code, on one line."""
-    on_one_line = " ".join(text.split()).replace("`", "'")
-    return f"`{on_one_line}`"
-
-
-def _plain(text: str) -> str:
-    """Write a text on one line of Markdown, with escapes so that nothing is read as HTML."""
-    return re.sub(r"(\\*)(<(?=[A-Za-z/!?]))", r"\1\1\\\2", " ".join(text.split()))
-
-
-def _cell(text: str) -> str:
-    return re.sub(r"(\\*)\|", r"\1\1\\|", _plain(text))
 
 
 def failures(arms: Mapping[str, Arm]) -> list[Run]:
@@ -177,7 +162,7 @@ def notes(plan: Plan, arms: Mapping[str, Arm]) -> list[str]:
         hosts = len({run.host for run in runs})
         where = f"{' and '.join(devices)}{f', on {hosts} machines' if hosts > 1 else ''}"
         lines.append(f"Ran on {where}; {tf32}; {', '.join(found)}.")
-    return [_plain(text) for text in lines]
+    return [line(text) for text in lines]
 
 
 # -- the recommendation ------------------------------------------------------------------------------------------------

@@ -53,8 +53,7 @@ class Fp8:
         _warn_without_compiler(module, recipe, device)
 
     def finish(self) -> None:
-        """Record at the end of a fit which layers have left fp8, and warn of layers that never ran in it."""
-        self.layers.update(dict.fromkeys(self._linears.replaced(), "its weight was replaced during the fit (pruning)"))
+        """Name at the end of a fit the layers that never ran in fp8."""
         idle = [name for name in self._linears.idle() if self.layers[name] is None]
         if idle and len(idle) < sum(1 for why in self.layers.values() if why is None):
             _messages.info(

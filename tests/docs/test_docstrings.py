@@ -22,8 +22,8 @@ import lightning_amp
 from lightning_amp import AmpPrecision
 from lightning_amp.compare import Plan, Point, Run
 
-IN_HAND = {"fp32_region", "scaled_grad", "unscale_", "replay"} | {
-    "ScaleHistory", "PolicyReplay", "ComparisonTable", "GradientTable", "OverflowReport",
+IN_HAND = {"fp32_region", "scaled_grad", "unscale_"} | {
+    "ScaleHistory", "ComparisonTable", "GradientTable", "OverflowReport",
 }  # fmt: skip
 """Public beside `lightning_amp.__all__`: the functions of a room, and what the callbacks hand out."""
 

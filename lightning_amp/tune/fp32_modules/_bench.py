@@ -127,7 +127,7 @@ class Bench:
     def tree(self) -> Tree:
         """Return the tree of the modules that run in these steps and are not matched by the plugin's rules."""
         matched = modules_matching(self._module, self._plugin.fp32_modules).values()
-        in_fp32 = {inside for pairs in matched for _, module in pairs for inside in module.modules()}
+        in_fp32 = {inside for module in matched for inside in module.modules()}
         names = frozenset(name for name, module in names_of(self._module).items() if module in in_fp32)
         return make_tree(self._module, self._called, names)
 

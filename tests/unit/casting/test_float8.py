@@ -188,13 +188,11 @@ def test_a_frozen_or_pruned_layer_runs_as_it_did(converted: nn.Sequential) -> No
 
 def test_compiles_into_one_graph(stage: Stage) -> None:
     module = net()
-    layers = Float8Linears(module, LAYERS, emulated(), "cpu", stage)
-    layers.install()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    assert torch.equal(step(compiled, batch()), step(module, batch()))
-    stage.in_fp8 = False
-    assert torch.equal(step(compiled, batch()), step(net(), batch()))
-    layers.restore()
+    with Float8Linears(module, LAYERS, emulated(), "cpu", stage):
+        assert torch.equal(step(compiled, batch()), step(module, batch()))
+        stage.in_fp8 = False
+        assert torch.equal(step(compiled, batch()), step(net(), batch()))
 
 
 def test_layers_are_in_fp8_inside_alone(stage: Stage) -> None:

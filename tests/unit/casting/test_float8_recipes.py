@@ -13,7 +13,6 @@ import torch
 from support.fp8 import emulated, float8, needs_torchao
 
 from lightning_amp.casting import _float8_recipes as recipes
-from lightning_amp.numerics import ScaledCast
 
 pytestmark = needs_torchao
 
@@ -58,19 +57,6 @@ def test_whole_tiles_are_needed_by_who_sums_over_rows_in_fp8() -> None:
     assert not recipes.needs_whole_tiles(float8().Float8LinearConfig(emulate=True))
     assert not recipes.needs_whole_tiles(float8().Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"))
     assert not recipes.needs_whole_tiles("tensorwise")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "cast"),
-    [
-        ("rowwise_with_gw_hp", ScaledCast("e4m3", rowwise=True, power_of_two=True)),
-        ("rowwise", ScaledCast("e4m3", rowwise=True, power_of_two=True)),
-        ("tensorwise", ScaledCast("e5m2", rowwise=False, power_of_two=False)),
-    ],
-)
-def test_the_cast_of_gradients(recipe: str, cast: ScaledCast) -> None:
-    assert recipes.gradient_cast(recipe) == cast
-    assert recipes.gradient_cast(emulated(recipe)) == cast
 
 
 @pytest.mark.parametrize(

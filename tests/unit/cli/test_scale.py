@@ -118,7 +118,7 @@ def test_urls(scale: Any) -> None:
         (["nope"], "there is no file `nope`; FILE is a file that `ScaleMonitor(dirpath=...)` writes, or its folder"),
         (["runs"], "the folder `runs` has no scale_history.csv; FILE is a file"),
         (["memory://none"], "`memory://none` cannot be read: FileNotFoundError: "),
-        (["s4://x"], "`FILE` must be a path, or a URL whose protocol fsspec supports, got 's4://x'."),
+        (["s4://x"], "`FILE` must be a path or a URL of fsspec, got 's4://x'."),
         (["runs/first", "--json", "runs"], "--json must be a file, got 'runs'"),
         (["runs/first", "--plot", "x.nope"], "--plot x.nope cannot be written: Format 'nope' is not supported"),
         (["runs/first", "--plot", "no/such/x.png"], "--plot no/such/x.png cannot be written: "),
