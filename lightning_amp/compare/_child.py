@@ -14,7 +14,7 @@ import time
 
 
 def follow_parent() -> None:
-    """Ask the kernel to end this process at once when its parent ends; elsewhere a run ends at its next batch."""
+    """Ask the kernel of Linux to end this process at once when its parent ends."""
     if sys.platform == "linux":
         import ctypes
 

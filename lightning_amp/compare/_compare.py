@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -121,19 +121,7 @@ def compare_precisions(
     FLOPs. The reported training time includes neither of them.
 
     """
-    comparison = Comparison(
-        make_module,
-        make_data,
-        precisions,
-        trainer_kwargs=trainer_kwargs,
-        seed=seed,
-        num_seeds=num_seeds,
-        margins=margins,
-        control=control,
-        dirpath=dirpath,
-        executor=executor,
-    )
-    return comparison.run()
+    return Comparison(**locals()).run()
 
 
 @final
@@ -240,7 +228,7 @@ class Comparison:
                     runs.append(run)
         return runs
 
-    def _train(self, specs: Sequence[Spec], bar: Progress) -> Iterator[Run]:
+    def _train(self, specs: Sequence[Spec], bar: Progress) -> Generator[Run]:
         if self._executor is not None:
             yield from run_on(self._executor, specs)
             return

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -47,7 +45,6 @@ class Observer(Callback):
 
     def __init__(self, report: Callable[[float | None, str], None], margins: Mapping[str, Margin]) -> None:
         self._report, self._margins = report, margins
-        self._parent = os.getppid()
         self._reported_s = 0.0
         self._memory: PeakMemory | None = None
         self._losses: list[tuple[int, Any]] = []
@@ -77,8 +74,6 @@ class Observer(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if os.getppid() != self._parent:
-            _end_process_group()
         self._batch = batch, batch_idx
 
     @override
@@ -190,10 +185,3 @@ def _progress(trainer: Trainer, num_laps: int) -> tuple[float | None, str]:
         if batches not in (0, float("inf")):
             shares.append(num_laps / (epochs * batches))
     return (min(1.0, max(shares)) if shares else None), text
-
-
-def _end_process_group() -> None:
-    """End this process and its children: the process that would read their results has ended."""
-    if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    raise SystemExit("the process that started this arm has ended")

@@ -34,8 +34,10 @@ OnProgress = Callable[[float | None, str], object]
 
 _CHILD = str(Path(__file__).with_name("_child.py"))
 _LOG_LINES = 60
-_RANKS = ["MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"]
-_RANKS += [f"SLURM_{name}" for name in ("NTASKS", "NTASKS_PER_NODE", "PROCID", "LOCALID", "NODEID")]
+_RANKS = [
+    *("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    *(f"SLURM_{name}" for name in ("NTASKS", "NTASKS_PER_NODE", "PROCID", "LOCALID", "NODEID")),
+]
 """Variables by which Lightning takes a process for a rank that somebody else started.
 
 A run starts its ranks itself, in a job of Slurm as well.
@@ -244,8 +246,8 @@ class Server:
     def poll(self) -> int | None:
         """Return the exit status of the run; `None` while it runs. A server that died took its run with it."""
         out = self._process.stdout
+        assert out is not None
         if self._code is None and select.select([out], [], [], 0)[0]:
-            assert out is not None
             self._code = int(out.readline() or -signal.SIGKILL)
         return self._code
 

@@ -175,10 +175,12 @@ class PrecisionReport:
     @cached_property
     def _directions(self) -> dict[str, Direction | None]:
         """Return the better direction of each metric: by torchmetrics, else by the user, else by its name."""
-        known = {name: way for run in reversed(self._runs) for name, way in run.directions.items()}
-        given = {name: margin.direction for name, margin in self.plan.margins.items()}
-        names = dict.fromkeys(name for run in self._runs for name in run.curves)
-        return {name: known.get(name) or given.get(name) or direction_of(name) for name in names}
+        found: dict[str, Direction | None] = {}
+        for name in dict.fromkeys(name for run in self._runs for name in run.curves):
+            known = next((run.directions[name] for run in self._runs if name in run.directions), None)
+            margin = self.plan.margins.get(name)
+            found[name] = known or (margin.direction if margin is not None else None) or direction_of(name)
+        return found
 
     def _verdicts(self) -> dict[tuple[str, str], Verdict]:
         """Judge all arms together in all metrics with a margin.

@@ -232,9 +232,9 @@ def _read(hint: Any, value: Any) -> Any:
         return tuple(_read(arguments[0], item) for item in value)
     if origin is tuple:
         return tuple(_read(kind, item) for kind, item in zip(arguments, value, strict=True))
-    hints = get_type_hints(hint)
+    hints, made = get_type_hints(hint), hint
     if is_dataclass(hint):
-        return hint(**{name: _read(kind, value[name]) for name, kind in hints.items()})
+        return made(**{name: _read(kind, value[name]) for name, kind in hints.items()})
     if hasattr(hint, "_fields"):  # a `NamedTuple`
         return hint(*(_read(kind, item) for kind, item in zip(hints.values(), value, strict=True)))
     if isinstance(value, str) and hint is not str and value not in ("nan", "inf", "-inf"):

@@ -189,8 +189,7 @@ def recommend(arms: Sequence[Arm]) -> tuple[str | None, list[str]]:
     if gaining:
         arm = max(gaining, key=lambda arm: (_ratio(arm) or 0.0, -_memory_ratio(arm, reference)))
         reasons = [*_gains(arm, reference), f"is not worse in {_names(arm.judged())} within the margin"]
-        rivals = [other for other in open_ if not other.errors and not other.not_finite_in and _rivals(other, arm)]
-        return arm.label, [f"Use {code(arm.label)}: it {_listed(reasons)}.", _what_would_change(arm, rivals)]
+        return arm.label, [f"Use {code(arm.label)}: it {_listed(reasons)}.", _what_would_change(arm, open_)]
     name = code(reference.label)
     if open_:
         return None, [f"Stay with {name} for now: {'; '.join(_question(arm, reference) for arm in open_)}."]
@@ -277,24 +276,14 @@ def _gains(arm: Arm, reference: Arm) -> list[str]:
     return [less, f"is {arm.speed.in_words('the reference')}"] if less else []
 
 
-def _what_would_change(arm: Arm, rivals: Sequence[Arm]) -> str:
-    """Write which margins would change the verdict, and which undecided arms may be faster."""
+def _what_would_change(arm: Arm, open_: Sequence[Arm]) -> str:
+    """Write which margins would change the verdict, and which arms are not decided yet."""
     limits = [(metric, metric.verdict.bounds) for metric in arm.judged()]
     bounds = [f"{rounded(b[1])} in {code(metric.name)}" for metric, b in limits if b is not None and b[1] > 0]
-    parts: list[str] = []
-    if bounds:
-        parts.append(f"A margin below {_listed(bounds, 'or')} would change that")
-    if rivals:
-        more = "more seeds could, too" if parts else "More seeds could change that"
-        parts.append(f"{more}: {_listed([code(other.label) for other in rivals])} may be faster, but not shown yet")
+    parts = [f"A margin below {_listed(bounds, 'or')} would change that"] if bounds else []
+    if open_:
+        parts.append(f"{_listed([code(other.label) for other in open_])} may be better, but this is not decided yet")
     return f"{'; '.join(parts)}." if parts else "Other data or longer training could change that."
-
-
-def _rivals(arm: Arm, than: Arm) -> bool:
-    """Return whether an arm may be faster than another, given the intervals of their speeds."""
-    if arm.speed is None:
-        return True
-    return (arm.speed.high or arm.speed.ratio) > (_ratio(than) or 1.0)
 
 
 def _ratio(arm: Arm) -> float | None:

@@ -48,7 +48,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"margins": {"val_loss": ("up", 0.1)}}, "finite number of 0 or more"),
         ({"margins": {"val_loss": ("min", "x")}}, "finite number of 0 or more"),
         ({"margins": {1: 0.1}}, "`margins` must be a mapping from metrics"),
-        ({"dirpath": "nope://x"}, "`dirpath` must be a path, or a URL"),
+        ({"dirpath": "nope://x"}, "`dirpath` must be a path or a URL of fsspec"),
     ],
 )
 def test_refusals(kwargs: Any, message: str) -> None:

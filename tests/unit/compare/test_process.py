@@ -226,7 +226,7 @@ def test_a_script_needs_no_guard_and_may_pass_a_lambda(tmp_path: Path) -> None:
     assert list((tmp_path / "kept").rglob("*.ckpt"))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it ends at its next batch: `test_observer.py`")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a run goes on to its end")
 def test_a_run_ends_when_the_script_is_gone(tmp_path: Path) -> None:
     """It ends wherever it is: here it hangs before the first batch. The process that forked it ends as well."""
     script = start_script(tmp_path, "sleeps")

@@ -98,7 +98,7 @@ def test_an_arm_of_unknown_speed_is_named_beside_the_recommended_one() -> None:
     report = compared({"fp32": SAME, "bf16": BIT_WORSE, "fp16": BIT_WORSE}, step_s={"bf16": 0.008})
     report = with_times(report, {"fp16": (0.5, 1.5, 1.0)})
     assert report.recommended == "bf16"
-    assert report.recommendation.endswith("more seeds could, too: `fp16` may be faster, but not shown yet.")
+    assert report.recommendation.endswith("would change that; `fp16` may be better, but this is not decided yet.")
 
 
 def test_a_worse_arm_that_skipped_steps_says_both() -> None:

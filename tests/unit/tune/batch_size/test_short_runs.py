@@ -55,8 +55,9 @@ def test_each_run_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.Mo
         assert facts == Facts(own_size=3, loader_sizes=(3,), rates=(UsedRate("SGD", 1),))
         assert found.label == "bf16"
     assert len({spec.folder for spec in specs}) == 2
-    assert isinstance(specs[0].make_module(), Waves)
-    assert isinstance(specs[0].make_data(), Sea)
+    made: Any = specs[0]
+    assert isinstance(made.make_module(), Waves)
+    assert isinstance(made.make_data(), Sea)
     assert not specs[0].moved
 
 
