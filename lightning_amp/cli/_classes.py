@@ -24,7 +24,7 @@ from lightning_amp.cli._output import note
 
 _SECTIONS = ("trainer", "model", "data", "optimizer", "lr_scheduler")
 _IGNORED = ("seed_everything", "ckpt_path", "weights_only", "verbose", "return_predictions")
-"""What a YAML of a LightningCLI has besides its sections."""
+"""Keys of a YAML of a LightningCLI besides its sections."""
 
 
 @final

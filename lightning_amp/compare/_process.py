@@ -101,7 +101,7 @@ def run_packed(header: dict[str, Any], on_progress: OnProgress = lambda *_: None
     interrupted, and ends by itself when this process ends.
 
     Args:
-        header: What :func:`~lightning_amp.compare._spec.pack` returned, unpickled.
+        header: The result of :func:`~lightning_amp.compare._spec.pack`, unpickled.
         on_progress: Gets the progress.
 
     Raises:

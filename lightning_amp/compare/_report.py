@@ -177,7 +177,7 @@ class PrecisionReport:
         """Return the better direction of each metric: by torchmetrics, else by the user, else by its name."""
         found: dict[str, Direction | None] = {}
         for name in dict.fromkeys(name for run in self._runs for name in run.curves):
-            known = next((run.directions[name] for run in self._runs if name in run.directions), None)
+            known: Direction | None = next((run.directions[name] for run in self._runs if name in run.directions), None)
             margin = self.plan.margins.get(name)
             found[name] = known or (margin.direction if margin is not None else None) or direction_of(name)
         return found

@@ -42,7 +42,7 @@ def main(folder: str, header: Mapping[str, Any], started: float) -> None:
 
     Args:
         folder: Gets the record and the progress.
-        header: What :func:`pack` returned, unpickled.
+        header: The result of :func:`~lightning_amp.compare._spec.pack`, unpickled.
         started: The time at which the process began, as `time.time()`.
 
     """
