@@ -304,10 +304,10 @@ def _seeds_to_decide(cost: Difference, margin: float, num_comparisons: int) -> f
 def seeds_needed(sd: float, distance: float, num_comparisons: int = 1) -> float:
     """Return about how many pairs detect a given distance in four of five cases; infinite if no number does.
 
-    n = ((z(1 - alpha / K) + z(0.8)) sd / distance)^2, rounded up, at least three. This is the sample size of a one-sided
-    paired test with a power of 0.8, in the normal approximation. Bonferroni's K is the worst case of Holm's correction. Chow,
-    Shao and Wang, Sample Size Calculations in Clinical Research (2008), chapter 3. The exact t-test needs one or two
-    pairs more.
+    n = ((z(1 - alpha / K) + z(0.8)) sd / distance)^2, rounded up, at least three. This is the sample size of a
+    one-sided paired test with a power of 0.8, in the normal approximation. Bonferroni's K is the worst case of Holm's
+    correction. Chow, Shao and Wang, Sample Size Calculations in Clinical Research (2008), chapter 3. The exact t-test
+    needs one or two pairs more.
 
     Raises:
         ModuleNotFoundError: Without scipy.

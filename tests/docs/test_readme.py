@@ -55,7 +55,7 @@ EXECUTABLE = [document for document in DOCUMENTS if blocks_of(document) and docu
 
 
 FILE = re.compile(r"# (\w+\.py)\n")
-"""How a block begins that is a file: it is written into the current folder, and run where it has a `__main__` guard."""
+"""How a block begins that is a file: it is written into the current folder, and run unless others import it."""
 
 
 def run_blocks(document: Path) -> None:
@@ -65,7 +65,7 @@ def run_blocks(document: Path) -> None:
         compiled = compile("\n" * block.line + block.code, document, "exec")
         if (name := FILE.match(block.code)) is not None:
             Path(name[1]).write_text(block.code, encoding="utf-8")
-            if '__name__ == "__main__"' in block.code:
+            if name[1] != "models.py":
                 runpy.run_path(name[1], run_name="__main__")
         elif block.runs:
             exec(compiled, namespace)
