@@ -15,11 +15,13 @@ from lightning_amp._compat import _modules, _sharding, _torch
 from lightning_amp._containers import replace, to_fp32
 from lightning_amp.casting import (
     Choice,
-    Float8Linears,
     Fp32Modules,
+    Overrides,
     ReusedWeights,
     Rule,
     choose_fp8_layers,
+    fp8_summary,
+    linears_in_fp8,
     may_run_in_fp8,
     modules_matching,
     nothing_qualifies,
@@ -72,7 +74,7 @@ class FabricModules:
         self._choice = choice
         self._rules, self._buffer_rules, self._fp8_recipe = fp32_modules, restore_buffers, fp8_recipe
         self._fp32: list[Fp32Modules] = []
-        self._fp8: list[Float8Linears] = []
+        self._fp8: list[Overrides] = []
         self._reused: list[ReusedWeights] = []
         self._buffers: list[KeptBuffers] = []
         self._window_is_open = False
@@ -111,8 +113,8 @@ class FabricModules:
         self.modules += modules
         self._is_float64 = any(p.dtype == torch.float64 for m in self.modules for p in m.parameters())
 
-    def _choose_fp8(self, modules: Sequence[nn.Module], rules: Sequence[Sequence[Rule]]) -> list[Float8Linears]:
-        chosen: list[Float8Linears] = []
+    def _choose_fp8(self, modules: Sequence[nn.Module], rules: Sequence[Sequence[Rule]]) -> list[Overrides]:
+        chosen: list[Overrides] = []
         layers: dict[str, str | None] = {}
         summaries: list[str] = []
         for module, its_rules in zip(modules, rules, strict=True):
@@ -120,12 +122,11 @@ class FabricModules:
             in_fp32 = {inner for outer in matching for inner in outer.modules()}
             found = choose_fp8_layers(module, in_fp32, self._fp8_recipe, self.device)
             layers.update(found)
-            if _fp8.has_fp8(module, found):
-                summaries.append(_fp8.summarize(module, found, self._fp8_recipe))
+            summaries += filter(None, [fp8_summary(module, found, self._fp8_recipe)])
             names = may_run_in_fp8(found)
             if names:
                 stage = _Stage(module)
-                chosen.append(Float8Linears(module, names, self._fp8_recipe, self.device.type, stage))
+                chosen.append(linears_in_fp8(module, names, self._fp8_recipe, self.device.type, stage))
         if not summaries and not self.fp8_layers:
             raise ValueError(f"{nothing_qualifies(modules[0], layers)}\nUse precision 'bf16'.")
         if not self.fp8_layers:

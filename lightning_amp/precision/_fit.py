@@ -165,8 +165,6 @@ class Run:
                 if self.fit is not None:
                     self.fit.steps.gradients.release()
                 self.forward.finish()
-                if self.fp8 is not None:
-                    self.fp8.finish()
 
     def detach(self) -> None:
         """Restore the user's objects."""
