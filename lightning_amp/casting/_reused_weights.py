@@ -76,15 +76,14 @@ class ReusedWeights:
         if self._steps_to_watch and torch.is_grad_enabled():
             self._steps_to_watch -= 1
             if self._steps_to_watch == 0:
-                self._layers = [layer for layer in self._layers if layer.is_reused]
-                self._overrides = Overrides(self._layers)
+                self._overrides = Overrides(layer for layer in self._layers if layer.is_reused)
 
 
-def _layers_in(module: nn.Module) -> list[nn.Module]:
+def _layers_in(root: nn.Module) -> list[nn.Module]:
     """Return the submodules whose weights can be shared, except compiled modules and what is inside them."""
-    modules = list(module.modules())
-    compiled = {inner for outer in modules if _modules.is_compiled(outer) for inner in outer.modules()}
-    return [m for m in modules if m not in compiled and type(m).forward in _FORWARDS and "forward" not in vars(m)]
+    compiled = {inner for outer in root.modules() if _modules.is_compiled(outer) for inner in outer.modules()}
+    eager = [module for module in root.modules() if module not in compiled]
+    return [module for module in eager if type(module).forward in _FORWARDS and "forward" not in vars(module)]
 
 
 class _Copy(NamedTuple):
