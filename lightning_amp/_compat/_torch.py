@@ -174,20 +174,22 @@ def cast_to(parameter: Tensor, copy: Tensor) -> Tensor:
     return alias
 
 
-# Remove when torch can tell whether memory was written to since a point in time.
-def watch_writes(tensor: Tensor) -> Place | None:
+# Remove when torch can tell whether memory was written to since a mark.
+def watch_writes(tensor: Tensor) -> tuple[Any, ...] | None:
     """Mark the memory of a tensor on the CPU until the next write to it. Return its place; `None` if it has no mark.
 
     It makes a copy on write and drops it, which marks the memory and copies nothing. Code that asks torch for a pointer
-    through which memory can be written removes the mark: operations in place and with `out=`, through the tensor or any
-    alias (`.data`, a view), NumPy, DLPack, `data_ptr()`. Memory that another tensor or library holds is not marked,
-    because the holder may have such a pointer already. A write to a bare address that was taken earlier is not seen.
+    through which memory can be written removes the mark. So do operations in place and with `out=`, through the tensor
+    or any alias (`.data`, a view). NumPy, DLPack and `data_ptr()` do so too.
 
-    On CUDA this would be wrong, because the kernels of `torch._foreach_*_` write through a pointer for reading.
+    Memory that another tensor or library holds is not marked, because the holder may have such a pointer already. Some
+    builds of torch 2.8 cannot count the holders, and mark nothing. A write to a bare address that was taken earlier is
+    not seen. On CUDA this would be wrong, because the kernels of `torch._foreach_*_` write through a pointer for
+    reading.
     """
     storage = tensor.untyped_storage()
-    count_uses = getattr(torch._C, "_storage_Use_Count", None)  # some builds of torch 2.8 lack it
-    if count_uses is None or count_uses(storage._cdata) > 2:  # `tensor` and `storage` are two
+    count_holders = getattr(torch._C, "_storage_Use_Count", None)
+    if count_holders is None or count_holders(storage._cdata) > 2:  # `tensor` and `storage` are two
         return None
     try:
         with torch.no_grad():
@@ -198,15 +200,12 @@ def watch_writes(tensor: Tensor) -> Place | None:
 
 
 # Remove with `watch_writes`.
-def is_unwritten(tensor: Tensor, place: Place) -> bool:
+def is_unwritten(tensor: Tensor, place: tuple[Any, ...]) -> bool:
     """Return whether the tensor is in the same place, and its memory still has the mark of :func:`watch_writes`."""
     return torch._C._is_cow_tensor(tensor) and _place(tensor) == place  # pyright: ignore[reportAttributeAccessIssue]
 
 
-Place = tuple[int, tuple[int, ...], tuple[int, ...]]
-
-
-def _place(tensor: Tensor) -> Place:
+def _place(tensor: Tensor) -> tuple[Any, ...]:
     return torch._C._data_address(tensor), tensor.shape, tensor.stride()  # pyright: ignore[reportAttributeAccessIssue]
 
 
