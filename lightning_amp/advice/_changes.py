@@ -55,7 +55,7 @@ def can_fuse(optimizer: Any) -> bool:
     if any(group.get("differentiable") or group.get("foreach") for group in groups):
         return False
     parameters = [parameter for group in groups for parameter in group["params"]]
-    kinds_of_device = ["cpu"] if type(optimizer) is torch.optim.Adagrad else _torch.fused_device_types()
+    kinds_of_device = ["cpu"] if type(optimizer) is torch.optim.Adagrad else _fused_device_types()
     return all(p.is_floating_point() and p.device.type in kinds_of_device for p in parameters)
 
 
@@ -98,3 +98,11 @@ def _join(parts: Sequence[Any]) -> Any:
             raise ValueError("only tensors in dicts, lists and tuples can be joined")
         return type(first)(_join(items) for items in zip(*parts, strict=True))
     raise ValueError(f"{type(first).__name__} cannot be joined")
+
+
+# Remove when torch has a public list.
+def _fused_device_types() -> list[str]:
+    """Return the types of devices for which torch has fused optimizers."""
+    from torch.utils import _foreach_utils
+
+    return _foreach_utils._get_fused_kernels_supported_devices()

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import conv2d
 from typing_extensions import final
 
-from lightning_amp._compat import _aten
+from lightning_amp.advice import _aten
 from lightning_amp.advice._gains import compare
 from lightning_amp.advice._machine import Convolution, Part, Product
 from lightning_amp.measure import DeviceClock, in_rounds

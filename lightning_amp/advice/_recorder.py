@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from typing_extensions import final, override
 
-from lightning_amp._compat import _aten, _modules
+from lightning_amp._compat import _modules
+from lightning_amp.advice import _aten
 from lightning_amp.advice._record import Allocation, Loss, Operation, Recording, Wait
-from lightning_amp.casting import flop_formulas, multiplied_dtype
-from lightning_amp.measure import BACKWARD, FORWARD, DeviceClock
+from lightning_amp.measure import BACKWARD, FORWARD, DeviceClock, flop_formulas, multiplied_dtype
 from lightning_amp.tracing import called_by_optimizer, running_place, user_place
 
 _READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"}

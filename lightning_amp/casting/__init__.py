@@ -11,12 +11,11 @@ from lightning_amp.casting._float8 import (
     may_run_in_fp8,
     nothing_qualifies,
 )
-from lightning_amp.casting._float8_recipes import checked_recipe, emulates, gradient_cast
+from lightning_amp.casting._float8_recipes import checked_recipe, emulates
 from lightning_amp.casting._fp32_metrics import is_metric, metrics_in_fp32
 from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules, modules_matching
 from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
 from lightning_amp.casting._fp32_region import autocast_off, fp32_region
-from lightning_amp.casting._matmul_flops import MatmulFlops, flop_formulas, multiplied_dtype
 from lightning_amp.casting._method_override import MethodOverride, Overrides
 from lightning_amp.casting._precision_choice import (
     Canonical,
@@ -36,7 +35,6 @@ __all__ = [
     "EpochEnd",
     "Fp32Modules",
     "Fp32Outputs",
-    "MatmulFlops",
     "MethodOverride",
     "Overrides",
     "Precision",
@@ -48,10 +46,8 @@ __all__ = [
     "choose_fp8_layers",
     "cpu_has",
     "emulates",
-    "flop_formulas",
     "fp8_summary",
     "fp32_region",
-    "gradient_cast",
     "has_bf16_units",
     "is_metric",
     "linear_layers",
@@ -59,7 +55,6 @@ __all__ = [
     "may_run_in_fp8",
     "metrics_in_fp32",
     "modules_matching",
-    "multiplied_dtype",
     "nothing_qualifies",
     "our_name",
     "parse_precision",

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from lightning_amp._compat import _torchao
-from lightning_amp.numerics import ScaledCast
 
 DEFAULT_RECIPE = "rowwise_with_gw_hp"
 RECIPES = (DEFAULT_RECIPE, "rowwise", "tensorwise")
@@ -60,15 +59,6 @@ def name_of(recipe: Any) -> str:
 def emulates(recipe: Any) -> bool:
     """Return whether a recipe computes the results of fp8 hardware on other hardware."""
     return bool(getattr(recipe, "emulate", False))
-
-
-def gradient_cast(recipe: Any) -> ScaledCast:
-    """Return how a recipe casts the gradient that reaches a layer; raise an `ImportError` without a recent torchao."""
-    config = config_of(recipe)
-    cast = config.cast_config_grad_output
-    # AMD's variants of the formats differ little from these
-    number_format = "e5m2" if "e5m2" in str(cast.target_dtype) else "e4m3"
-    return ScaledCast(number_format, cast.scaling_granularity.value == "axiswise", config.round_scales_to_power_of_2)
 
 
 def has_fp8(device: torch.device) -> bool:

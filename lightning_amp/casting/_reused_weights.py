@@ -40,10 +40,10 @@ class ReusedWeights:
     other modules are left alone from the third step on. The first such step casts weights twice, because a module's
     first call is not known to be one of several.
 
-    In these cases each use casts the weight: graphs of `torch.compile`, which merge equal casts, forwards that
-    activation checkpointing runs again in the backward, `torch.func` transforms and tracing. So do weights of other
-    classes (DTensor, quantized), and weights whose memory another tensor or library uses as well. Selective activation
-    checkpointing wants the same operations each time, and gets a cast per use too.
+    Each use casts the weight where the copy could not be shared. These are graphs of `torch.compile`, which merge equal
+    casts, forwards that activation checkpointing runs again in the backward, `torch.func` transforms and tracing.
+    Weights of other classes (DTensor, quantized), and weights whose memory another tensor or library uses, are cast
+    for each use too.
 
     Cost: some 8 us per call of a reused module more than a cast of an empty weight; a cast of 100,000 elements takes
     longer.
@@ -88,7 +88,7 @@ def _layers_in(root: nn.Module) -> list[nn.Module]:
 
 class _Copy(NamedTuple):
     parameter: nn.Parameter
-    place: tuple[Any, ...]
+    place: _torch.Place
     value: Tensor  # the parameter in half precision
 
 

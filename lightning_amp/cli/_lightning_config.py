@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from typing_extensions import final
 
+from lightning_amp._files import open_text
 from lightning_amp._text import named
-from lightning_amp._urls import open_to_read
 from lightning_amp.cli._errors import UsageError
 
 SECTIONS = ("trainer", "model", "data", "optimizer", "lr_scheduler")
@@ -99,7 +99,7 @@ def _load(path: str, key: str = "it") -> dict[str, Any]:
     from jsonargparse import get_loader
 
     try:
-        with open_to_read(path, "text", "--config") as file:
+        with open_text(path, "--config") as file:
             found: Any = get_loader("yaml")(file.read())
     except FileNotFoundError as error:
         raise UsageError(f"there is no file `{path}`, which --config names") from error

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_amp._files import write_atomically
+from lightning_amp._files import is_url, location, write_atomically
 from lightning_amp._plain_data import Table, null, plain
-from lightning_amp._urls import is_url, location
 from lightning_amp.cli._errors import UsageError
 
 if TYPE_CHECKING:

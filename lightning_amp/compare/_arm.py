@@ -14,7 +14,6 @@ from typing_extensions import final
 from lightning_amp.compare._run import ArmRun, Point
 from lightning_amp.compare._statistics import ALPHA, Difference, Direction
 from lightning_amp.compare._verdict import Verdict
-from lightning_amp.findings import before_fallback
 from lightning_amp.measure import MemoryOf, SpeedComparison
 
 
@@ -158,9 +157,8 @@ class Arm:
 
     @property
     def final_scales(self) -> list[float]:
-        """Return the last loss scale of each run, before a fallback; empty without loss scaling."""
-        scaled = [run for run in self.finished if run.scale and run.scale[0].precision in ("", "fp16")]
-        return [before_fallback(run.scale)[-1].next_scale for run in scaled]
+        """Return the last loss scale of each run; empty without loss scaling."""
+        return [run.scale[-1].next_scale for run in self.finished if run.scale]
 
     @property
     def matmul_flops(self) -> dict[str, float]:

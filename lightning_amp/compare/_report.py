@@ -11,9 +11,8 @@ from typing import Any
 
 from typing_extensions import final, override
 
-from lightning_amp._files import write_atomically
+from lightning_amp._files import open_text, write_atomically
 from lightning_amp._plain_data import Table
-from lightning_amp._urls import open_to_read
 from lightning_amp.compare import views
 from lightning_amp.compare._arm import Arm
 from lightning_amp.compare._judge import Judgement, judge
@@ -142,7 +141,7 @@ class PrecisionReport:
 
         """
         try:
-            with open_to_read(path, "text") as file:
+            with open_text(path) as file:
                 data: Any = json.load(file)
             if not isinstance(data, dict) or data.get("format") != _FORMAT:
                 raise ValueError("its `format` is not 1")

@@ -12,7 +12,7 @@ from typing_extensions import final
 from lightning_amp._plain_data import plain
 from lightning_amp.compare import _fields
 from lightning_amp.compare._statistics import Direction
-from lightning_amp.findings import StepRecord, fallbacks
+from lightning_amp.findings import StepRecord
 from lightning_amp.measure import MemoryOf
 
 
@@ -40,8 +40,7 @@ class ArmRun:
         label: The label of the arm.
         seed: The seed of the run.
         error: The exception that ended the run, or the signal that killed its process. `None` if it finished.
-        precision: The precision that the plugin chose: `"fp16"`, `"bf16-mixed"`; `"fp16, bf16 from step 64 on"` if the
-            run was stuck and fell back.
+        precision: The precision that the plugin chose: `"fp16"`, `"bf16-mixed"`.
         device: Where it ran: `"cpu (AMD EPYC)"`.
         devices: The devices that it computed on, as the host tells them apart: `("cuda:GPU-7f3a...",)`; `("cpu",)`.
         host: The name of the machine.
@@ -108,11 +107,6 @@ class ArmRun:
     def finished(self) -> bool:
         """Return whether the run trained to its end."""
         return self.error is None
-
-    @property
-    def fell_back(self) -> bool:
-        """Return whether the run was stuck and went on in another precision."""
-        return bool(fallbacks(self.scale))
 
     def seconds_of_steps(self) -> dict[int, float]:
         """Return the seconds of each steady step, by its number."""

@@ -14,9 +14,8 @@ from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require
-from lightning_amp._files import write_atomically
+from lightning_amp._files import child, location, open_text, write_atomically
 from lightning_amp._text import named
-from lightning_amp._urls import child, location, open_to_read
 from lightning_amp.compare._run import ArmRun
 from lightning_amp.compare._run_file import FORMAT, RunFile
 
@@ -146,7 +145,7 @@ class Store:
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
-            with open_to_read(child(self._folder, name), "text") as file:
+            with open_text(child(self._folder, name)) as file:
                 data = json.load(file)
         except (FileNotFoundError, ValueError):  # a `ValueError`: the file is half written, or is not text
             return None

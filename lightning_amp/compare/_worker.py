@@ -35,7 +35,6 @@ from lightning_amp.compare._observer import Observer
 from lightning_amp.compare._place import visible_devices
 from lightning_amp.compare._process import CANNOT_IMPORT, PROGRESS, RESULT
 from lightning_amp.compare._run import ArmRun, Point
-from lightning_amp.findings import describe_fallbacks
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import ScaleHistory
 from lightning_amp.tracing import fp32_switches, reduces_fp32
@@ -180,7 +179,7 @@ def _sum_up(task: Task, observer: Observer, trainer: Trainer | None, error: str 
         memory_of=observer.memory_of if observer.peak_memory_bytes is not None else None,
         num_steps=applied if history.last is None else history.num_steps,
         num_skipped=history.num_skipped,
-        scale=tuple(history) if scaled or history.fallbacks else (),
+        scale=tuple(history) if scaled else (),
         matmul_flops=observer.matmul_flops,
     )
 
@@ -191,11 +190,9 @@ def _callback(trainer: Trainer | None, kind: Any) -> Any:
 
 
 def _precision(plugin: Any, history: ScaleHistory) -> str:
-    """Return our name for the precision, or Lightning's name under other plugins, with the step of a fallback."""
+    """Return our name for the precision, or Lightning's name under other plugins."""
     if plugin is None:
         return ""
-    if history.fallbacks and history.first is not None:
-        return f"{history.first.precision}{describe_fallbacks(history)}"
     if isinstance(plugin, AmpPrecision):
         if history.last is not None and history.last.precision:
             return history.last.precision  # Lightning has the same name for fp8 and bf16

@@ -125,7 +125,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 def test_a_crash_shows_its_traceback_if_it_is_wanted(history: str) -> None:
     code = (
         "import sys, lightning_amp.reports as reports\n"
-        "reports.scale_chart = lambda history, width: 1 / 0\n"
+        "reports.ScaleHistory.summary = lambda history: 1 / 0\n"
         "from lightning_amp.cli import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )

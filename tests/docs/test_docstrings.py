@@ -23,8 +23,8 @@ from lightning_amp import AmpPrecision
 from lightning_amp.compare._plan import Plan
 from lightning_amp.compare._run import ArmRun, Point
 
-IN_HAND = {"fp32_region", "scaled_grad", "unscale_", "replay"} | {
-    "ScaleHistory", "PolicyReplay", "ComparisonTable", "GradientTable", "OverflowReport",
+IN_HAND = {"fp32_region", "scaled_grad", "unscale_"} | {
+    "ScaleHistory", "ComparisonTable", "GradientTable", "OverflowReport",
 }  # fmt: skip
 """Public beside `lightning_amp.__all__`: the functions of a room, and what the callbacks hand out."""
 

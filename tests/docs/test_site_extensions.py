@@ -80,11 +80,11 @@ def test_numbers_do_not_break_at_their_sign() -> None:
 def test_text_output_keeps_its_columns_and_its_options() -> None:
     page = written(
         '<div class="highlight-text notranslate"><div class="highlight"><pre><span></span>'
-        "metric    AMP     fp32\nUse a smaller scale.\nlightning-amp scale --policy x</pre>"
+        "metric    AMP     fp32\nUse a smaller scale.\nlightning-amp scale --plot x</pre>"
     )
     assert '<span class="columns">metric    AMP     fp32</span>' in page
     assert "\nUse a smaller scale.\n" in page
-    assert '<span class="unbroken">--policy</span>' in page
+    assert '<span class="unbroken">--plot</span>' in page
 
 
 def test_types_have_their_public_names() -> None:

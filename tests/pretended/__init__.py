@@ -36,7 +36,6 @@ MISSING = {
     "inductor": "code that torch.compile generates",
     "fp8": "products in fp8",
     "forward AD": "derivatives in forward mode",
-    "graphs": "graphs that replay",
     "profiler": "what torch.profiler asks of a driver",
     "speed": "a speed that means anything",
 }

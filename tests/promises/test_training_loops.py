@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,10 +28,10 @@ from support import (
 )
 from support.promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, fused_sgd, plain_adamw, plain_sgd, promise
 from torch import Tensor, nn
+from torch._functorch import config
 from torch.utils.data import DataLoader
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
-from lightning_amp._compat._modules import CompiledBackwardWithoutAutocast
 
 # -- row 11: optimizers that call their closure more than once ------------------------------------
 
@@ -489,7 +488,7 @@ class Compiled(Toy):
 
 
 needs_the_switch = pytest.mark.skipif(
-    not CompiledBackwardWithoutAutocast.is_possible(), reason="torch 2.8 runs compiled backwards under autocast"
+    not hasattr(config, "backward_pass_autocast"), reason="torch 2.8 runs compiled backwards under autocast"
 )
 
 
@@ -499,18 +498,6 @@ def test_compiled_backward_equals_eager(plugins: Plugins) -> None:
     compiled = fit(lambda: Compiled(True), plugins.bf16(), batches(2))
     eager = fit(lambda: Compiled(False), plugins.bf16(), batches(2))
     assert_same(weights(compiled)["net.0.weight"], weights(eager)["net.0.weight"], rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("is_compiled", [True, False])
-def test_a_torch_that_cannot_says_so(precision: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CompiledBackwardWithoutAutocast, "is_possible", staticmethod(lambda: False))
-    module = Compiled(False)
-    if is_compiled:
-        module.net.compile(backend="eager")
-    rounds = pytest.warns(UserWarning, match="runs a compiled backward under autocast. It rounds gradients of float32")
-    with rounds if is_compiled and precision == "bf16" else contextlib.nullcontext():
-        fit(module, AmpPrecision(precision), batches(1))
 
 
 # -- row 31: anomaly detection --------------------------------------------------------------------

@@ -23,7 +23,7 @@ from lightning_amp.compare.views._svg import (
     line_chart,
 )
 from lightning_amp.compare.views._words import NONE, metric_names, signed
-from lightning_amp.findings import StepRecord, before_fallback
+from lightning_amp.findings import StepRecord
 
 _NUM_STYLES = 7
 """Number of styles in the style sheet for arms other than the reference; more arms share them."""
@@ -149,7 +149,7 @@ def scale_charts(report: Judgement) -> list[Chart]:
     """Draw the loss scale of each arm that has one; all charts share their axes."""
     style = styles(report)
     lines = {
-        label: scale_line(label, style[label], [before_fallback(run.scale) for run in arm.finished if run.scale])
+        label: scale_line(label, style[label], [run.scale for run in arm.finished if run.scale])
         for label, arm in report.arms.items()
         if arm.final_scales
     }

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from lightning_amp._plain_data import Table, code, line
-from lightning_amp._text import counted, exact, memory, named, rounded
+from lightning_amp._text import counted, exact, memory, rounded
 from lightning_amp.compare._arm import Arm, ArmMetric, mean
 from lightning_amp.compare._company import shared_a_device
 from lightning_amp.compare._judge import Judgement
@@ -129,15 +129,6 @@ def notes(report: Judgement) -> str:
         )
     elif plan.num_seeds == 1:
         lines.append("One seed never decides: training is chaotic, and two runs of one precision differ as well.")
-    fell_back = [arm for arm in arms if any(run.fell_back for run in arm.finished)]
-    if fell_back:
-        which = named([arm.label for arm in fell_back])
-        some = "some of its" if len(fell_back) == 1 else "some of their"
-        where = f" with {some} seeds" if plan.num_seeds > 1 else ""
-        lines.append(
-            f"{which} was stuck{where} and fell back to another precision (`fallback`): the figures are of both"
-            " precisions together."
-        )
     if any(arm.step_s is not None for arm in arms):
         lines.append(
             "Times are medians of steady training steps, with their middle half. The first steps, compilation and"

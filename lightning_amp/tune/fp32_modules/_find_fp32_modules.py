@@ -63,7 +63,7 @@ def find_fp32_modules(
         make_module: Returns a LightningModule. No other process imports it, so it may be a lambda.
         make_data: Returns a LightningDataModule.
         precision: `"fp16"`, `"bf16"`, another spelling of these, `"auto"`, or the arguments of `AmpPrecision` as a
-            dict, whose own `fp32_modules` are kept. Scaler and fallback make no difference.
+            dict, whose own `fp32_modules` are kept. A scaler makes no difference.
         tolerance: Largest relative error. For the gradient, it is the norm of the difference over the norm. For each
             metric that is logged in validation, it is the difference over the value, or the difference itself if the
             value is 0. The gradients of healthy networks are off by 0.003 to 0.02 in bf16 and by 0.0005 to 0.001 in

@@ -13,7 +13,6 @@ import torch
 from support.fp8 import emulated, float8, needs_torchao
 
 from lightning_amp.casting import _float8_recipes as recipes
-from lightning_amp.numerics import ScaledCast
 
 pytestmark = needs_torchao
 
@@ -43,19 +42,6 @@ def test_names_pad_what_a_ragged_batch_needs_padded() -> None:
     assert recipes.config_of("tensorwise").pad_inner_dim
     own = float8().Float8LinearConfig()
     assert recipes.config_of(own) is own
-
-
-@pytest.mark.parametrize(
-    ("recipe", "cast"),
-    [
-        ("rowwise_with_gw_hp", ScaledCast("e4m3", rowwise=True, power_of_two=True)),
-        ("rowwise", ScaledCast("e4m3", rowwise=True, power_of_two=True)),
-        ("tensorwise", ScaledCast("e5m2", rowwise=False, power_of_two=False)),
-    ],
-)
-def test_the_cast_of_gradients(recipe: str, cast: ScaledCast) -> None:
-    assert recipes.gradient_cast(recipe) == cast
-    assert recipes.gradient_cast(emulated(recipe)) == cast
 
 
 @pytest.mark.parametrize(

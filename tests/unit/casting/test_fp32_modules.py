@@ -13,10 +13,11 @@ import torch
 import torch._dynamo.testing
 from support import assert_same
 from torch import Tensor, nn
+from torch._functorch import config
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanSquaredError, MetricCollection
 
-from lightning_amp._compat._modules import CompiledBackwardWithoutAutocast
+from lightning_amp._compat._modules import compiled_backward_without_autocast
 from lightning_amp.casting._fp32_modules import Fp32Modules, checked_module_rules, modules_matching
 
 autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
@@ -230,7 +231,7 @@ class TestCopies:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at all inputs
 def test_compiled(x: Tensor, what: str, backend: str) -> None:
-    if backend == "aot_eager" and not CompiledBackwardWithoutAutocast.is_possible():
+    if backend == "aot_eager" and not hasattr(config, "backward_pass_autocast"):
         pytest.skip("torch 2.8 runs compiled backwards under autocast")
     torch._dynamo.reset()
     net = Net()
@@ -244,13 +245,9 @@ def test_compiled(x: Tensor, what: str, backend: str) -> None:
     if what in ("whole", "fp32 module"):
         (net if what == "whole" else net.decoder).compile(**options)
     called = torch.compile(net, **options) if what == "wrapped" else net
-    compiling = CompiledBackwardWithoutAutocast()
-    compiling.start()
-    try:
+    with compiled_backward_without_autocast():
         for _ in range(2):
             assert_same(run(called, x), expected)
-    finally:
-        compiling.stop()
     assert not torch.is_autocast_enabled("cpu")
     ours.remove()
     assert not torch.equal(run(called, x)[0], expected[0])  # compiled again, since `forward` is another

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.scale_runs import fallen_back
 from support.synthetic import curve, failed, make_run
 
 from lightning_amp.compare._arm import Arm, ArmMetric, Quartiles, best, mean, time_to
@@ -118,10 +117,3 @@ def test_time_until_it_was_as_good() -> None:
     assert [time_to(points, target, "max") for target in (1.0, 3.0, 3.1)] == [2.0, 2.0, math.inf]
     assert time_to((Point(1, 4.0, 1.0),), 1.0, "min") == 4.0  # as good is good enough
     assert time_to((), 1.0, "min") == math.inf
-
-
-def test_the_scale_of_a_run_that_fell_back_is_that_before() -> None:
-    scaled = make_run(scale=tuple(fallen_back()))
-    never_scaled = make_run(seed=1, scale=tuple(fallen_back(0, to=("bf16", "fp32"))))
-    assert (scaled.fell_back, never_scaled.fell_back, make_run().fell_back) == (True, True, False)
-    assert arm(scaled, never_scaled).final_scales == [0.125]

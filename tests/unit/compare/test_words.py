@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 from support.reports import REPORTS, judged, make_report
-from support.scale_runs import fallen_back
 from support.synthetic import compared, curve, failed, make_plan, make_run
 
 from lightning_amp._plain_data import code, line
@@ -277,15 +276,3 @@ No recommendation: no margin says what a precision may cost. Pass `margins`, for
  training steps, with their middle half. The first steps, compilation and validation do not count. With one seed, a\
  speed is one run of each arm. More seeds show how much it varies. Ran on cpu; TF32 was off; torch 2.13.0.
 """
-
-
-def test_an_arm_that_fell_back_is_named() -> None:
-    text = "fp16, bf16 from step 6 on"
-    made = compared({"fp32": [1.0] * 2, "fp16": [1.0] * 2})
-    assert "fell back" not in notes(made)
-    first, *others = [run for arm in made.arms.values() for run in arm.runs if run.label == "fp16"]
-    fell_back = replace(first, precision=text, scale=tuple(fallen_back()))
-    report = PrecisionReport(made.plan, [*made.arms["fp32"].runs, fell_back, *others])
-    assert "`fp16` was stuck with some of its seeds and fell back to another precision" in notes(report)
-    assert arm_cells(report.arms["fp16"])["ran as"].startswith(f"{text}; ")
-    assert text in report.to_markdown()

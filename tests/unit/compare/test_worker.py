@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins import MixedPrecision
 from zoo.compared import FailsInFp16, Sea, Waves, by_hand, here, not_a_module, raises, task
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, MetricComparison, ScaleMonitor
+from lightning_amp import AmpPrecision, MetricComparison, ScaleMonitor
 from lightning_amp.compare._worker import run_arm
 
 PLUGINS: dict[str, tuple[Any, Any]] = {
@@ -202,22 +202,3 @@ def test_data_without_a_length(tmp_path: Path) -> None:
     run = here(task(tmp_path, data=Streams, max_epochs=1, limit_train_batches=20))
     assert run.error is None
     assert len(run.samples_per_s) == len(run.step_s) > 0
-
-
-class Loud(Waves):
-    """Its gradients overflow in float16 at every scale."""
-
-    def training_step(self, *args: Any) -> Any:
-        return super().training_step(*args).float() * 1e12
-
-
-@pytest.mark.filterwarnings("ignore:.*goes on in 'bf16'", "ignore:The loss scale fell", "ignore:.*of the latest")
-def test_an_arm_that_fell_back_says_so(tmp_path: Path) -> None:
-    source = {"precision": "fp16", "scaler": DynamicLossScaler(max_consecutive_skips=5), "fallback": ["bf16"]}
-    run = here(task(tmp_path, source, Loud))
-    assert run.error is None
-    assert run.precision == "fp16, bf16 from step 5 on"
-    assert run.fell_back
-    assert run.num_skipped == 5
-    assert [record.precision for record in run.scale][:6] == ["fp16"] * 5 + ["bf16"]
-    assert "bfloat16" in run.matmul_flops

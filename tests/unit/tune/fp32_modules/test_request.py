@@ -20,7 +20,7 @@ def request(precision: Any, tolerance: Any, kwargs: Any) -> Request:
 
 
 def test_what_is_measured_and_what_makes_no_difference() -> None:
-    arm = {"precision": "16-mixed", "fp32_modules": ["head"], "scaler": DynamicLossScaler(), "fallback": ["fp32"]}
+    arm = {"precision": "16-mixed", "fp32_modules": ["head"], "scaler": DynamicLossScaler()}
     asked = request(arm, 0.05, CPU | {"max_epochs": 3})
     assert (asked.name, asked.tolerance, asked.rules) == ("fp16", 0.05, ("head",))
     assert asked.arguments == {"precision": "fp16", "fp32_modules": ["head"]}
