@@ -52,8 +52,8 @@ def choose_fp8_layers(
             "`nn.MultiheadAttention` uses its weight and never calls it": layer in attention,
             "its weight is computed from something else (a parametrization, pruning)": weight is None,
             "a subclass or the user has replaced its `forward`": not is_plain,
-            "the first linear layer": layer is ends[0],
-            "the last linear layer": layer is ends[-1],
+            "the first linear layer": layer in ends[:1],
+            "the last linear layer": layer in ends[-1:],
             "lazy: its size is not known when the fit begins": is_lazy(weight),
             f"its weight is {str(dtype).removeprefix('torch.')}": dtype != torch.float32,
             f"{size}: not both are multiples of 16": not _fits_tiles(layer),
@@ -110,13 +110,13 @@ def nothing_qualifies(root: nn.Module, layers: Mapping[str, str | None]) -> str:
     reasons: dict[str, list[str]] = {}
     for name, why in layers.items():
         reasons.setdefault(str(why), []).append(f"`{name}`")
+    found = sorted(reasons.items(), key=lambda item: -len(item[1]))[:8]
     others = Counter(type(module).__name__ for module in root.modules() if _computes_a_linear_map(module))
     if others:
-        found = [f"`{name}` ({count})" for name, count in others.most_common()]
-        reasons[f"{counted(others.total(), 'layer')} with a weight matrix, but no `nn.Linear`"] = found
-    ordered = sorted(reasons.items(), key=lambda item: -len(item[1]))
+        what = f"{counted(others.total(), 'layer')} with a weight matrix, but no `nn.Linear`"
+        found.append((what, [f"`{name}` ({count})" for name, count in others.most_common()]))
     title = f"precision 'fp8' has nothing to do here: none of the {counted(len(layers), 'linear layer')} qualifies."
-    return "\n".join([title, *(f"  - {reason}: {listed(names)}" for reason, names in ordered[:8])])
+    return "\n".join([title, *(f"  - {reason}: {listed(names)}" for reason, names in found)])
 
 
 def _computes_a_linear_map(module: nn.Module) -> bool:

@@ -147,10 +147,10 @@ def test_nothing_qualifies_says_why_and_what_else_there_is() -> None:
     layers = choose_fp8_layers(module, set(), emulated(), CPU)
     assert nothing_qualifies(module, layers).splitlines() == [
         "precision 'fp8' has nothing to do here: none of the 3 linear layers qualifies.",
-        "  - 4 layers with a weight matrix, but no `nn.Linear`: `Conv1D` (3), `LSTM` (1)",
         "  - the first linear layer: `5`",
         "  - 8 x 8: not both are multiples of 16: `6`",
         "  - the last linear layer: `7`",
+        "  - 4 layers with a weight matrix, but no `nn.Linear`: `Conv1D` (3), `LSTM` (1)",
     ]
 
 
