@@ -16,7 +16,7 @@ from lightning_amp.advice._examine_machine import examine
 from lightning_amp.advice._examine_step import examine_step
 from lightning_amp.advice._report import DoctorReport
 from lightning_amp.casting import Choice, our_name
-from lightning_amp.compare import ArmSpec, check_trainer_names, parse_arms
+from lightning_amp.compare import Spec, check_trainer_names, parse_arms
 from lightning_amp.shadow import device_of_trainer, require_unsharded, unnoticed
 
 
@@ -100,7 +100,7 @@ def doctor(
         return DoctorReport(machine, step, step.precision)
 
 
-def _arm(precision: Any) -> ArmSpec:
+def _arm(precision: Any) -> Spec:
     try:
         return parse_arms({"precision": precision})["precision"]
     except ValueError as error:

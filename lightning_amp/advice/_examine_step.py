@@ -32,7 +32,7 @@ from lightning_amp.advice._record import (
 )
 from lightning_amp.advice._watch import Watch
 from lightning_amp.advice.findings import unaligned
-from lightning_amp.compare import ArmSpec
+from lightning_amp.compare import Spec
 from lightning_amp.measure import DATA, FORWARD, OPTIMIZER
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import own_data, own_module, private_trainer, run_private_fit
@@ -45,7 +45,7 @@ _INEFFICIENT = 3.0
 def examine_step(
     make_module: Callable[[], LightningModule],
     make_data: Callable[[], LightningDataModule] | None,
-    arm: ArmSpec,
+    arm: Spec,
     machine: Machine,
     device: torch.device,
     trainer_kwargs: Mapping[str, Any],
@@ -106,7 +106,7 @@ def _watched_fit(watch: Watch, trainer: Any, module: LightningModule, data: Ligh
 
 
 def _contestants(
-    step: Step, watch: Watch, module: LightningModule, plugin: Any, arm: ArmSpec, own: Callable[[], LightningModule]
+    step: Step, watch: Watch, module: LightningModule, plugin: Any, arm: Spec, own: Callable[[], LightningModule]
 ) -> Iterator[Contestant]:
     """Yield the unchanged step, the step in fp32, and the step with each change that may help."""
     batches = Batches(watch.batches, watch.loader)

@@ -7,7 +7,7 @@ import math
 from typing_extensions import final
 
 from lightning_amp._text import listed, rounded
-from lightning_amp.compare import ArmRun, ArmSpec, Progress
+from lightning_amp.compare import Progress, Run, Spec
 from lightning_amp.tune.batch_size._learning_rate import suggested_rate
 from lightning_amp.tune.batch_size._next_size import MOST_RUNS, largest_within, next_size
 from lightning_amp.tune.batch_size._probe import Facts
@@ -44,7 +44,7 @@ class BatchSizeSearch:
         self._limit_gib = math.nan
         self._most_rows: int | None = None
 
-    def run(self, arm: ArmSpec) -> tuple[BatchSizeResult, LimitTooLowError | RunFailedError | None]:
+    def run(self, arm: Spec) -> tuple[BatchSizeResult, LimitTooLowError | RunFailedError | None]:
         """Find the largest size in one precision, or the reason why there is none.
 
         Raises:
@@ -90,8 +90,7 @@ class BatchSizeSearch:
     def _measure(self, size: int | None) -> None:
         """Train at a size, or at the user's own, and add a point."""
         self._num_runs += 1
-        self._name = f"{self._arm.label}, {f'batch size {size:,}' if size else 'its own batch size'}"
-        self._shown.start(self._name)
+        self._shown.start(f"{self._arm.label}, {f'batch size {size:,}' if size else 'its own batch size'}")
         run, facts = self._runs.run(self._arm, size)
         if facts.refused is not None:
             raise ValueError(facts.refused)
@@ -115,9 +114,7 @@ class BatchSizeSearch:
         point = measurement(run, facts, tried)
         self._points.append(point)
         held = f"{rounded(point.peak_gib)} GiB" if math.isfinite(point.peak_gib) else "out of memory"
-        self._shown.finish(
-            f"{self._arm.label}, batch size {point.batch_size:,}: {held}, {run.total_s:.0f} s", self._name
-        )
+        self._shown.finish(f"{self._arm.label}, batch size {point.batch_size:,}: {held}, {run.total_s:.0f} s")
         return None
 
     def _limit(self, facts: Facts) -> float:
@@ -129,8 +126,8 @@ class BatchSizeSearch:
             )
         return min(limits)
 
-    def _failed(self, run: ArmRun, size: int) -> LimitTooLowError | RunFailedError:
-        self._shown.finish(f"{self._arm.label}, batch size {size:,}: failed", self._name)
+    def _failed(self, run: Run, size: int) -> LimitTooLowError | RunFailedError:
+        self._shown.finish(f"{self._arm.label}, batch size {size:,}: failed")
         text = failure(run)
         if self._points and largest_within(self._points, self._limit_gib) is None:  # such as BatchNorm at a single row
             return LimitTooLowError(f"{self._too_low()} A batch of {size:,} failed: {text}")

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
-from typing_extensions import final
 
 from lightning_amp._arguments import is_number, require
 from lightning_amp.compare import (
-    FORK_SERVER,
-    check_executor,
+    HERE,
     check_factory,
     check_place,
     check_trainer_kwargs,
-    dumps_for,
     parse_arms,
     progress,
 )
@@ -38,19 +33,15 @@ def find_batch_size(
     *,
     memory_limit_gib: float | None = None,
     trainer_kwargs: Mapping[str, Any] | None = None,
-    executor: Any = None,
 ) -> BatchSizes:
     """Find the largest batch that fits into memory, in each precision.
 
     .. code-block:: python
 
-        from models import Model, Data  # in a file that another process can import
-
-        if __name__ == "__main__":
-            found = find_batch_size(Model, Data, precisions=["fp32", "bf16"], memory_limit_gib=0.5)
-            print(found)
-            data = Data()
-            data.batch_size = found["bf16"].batch_size
+        found = find_batch_size(Model, Data, precisions=["fp32", "bf16"], memory_limit_gib=0.5)
+        print(found)
+        data = Data()
+        data.batch_size = found["bf16"].batch_size
 
     Each run trains the module for some steps, in a process of its own and without validation. The first two runs use
     the module's own batch size and another one; a line through their two memory peaks predicts the third run's size.
@@ -69,8 +60,7 @@ def find_batch_size(
     room.
 
     Args:
-        make_module: Returns a new LightningModule: its class, or a function without arguments. Another process imports
-            it, so define it at the top level of a file. The file may be the script, if that has a `__main__` guard.
+        make_module: Returns a new LightningModule: its class, or a function without arguments. It travels by value.
         make_data: Returns a new LightningDataModule, likewise; `LightningDataModule` itself if the module has the
             loaders.
         precisions: Names, or a mapping from labels to names, plugins, or arguments of :class:`AmpPrecision`, as
@@ -79,8 +69,6 @@ def find_batch_size(
             it has to be given, because its memory has no such limit.
         trainer_kwargs: Arguments of the Trainer, without `precision` and `plugins`. Arguments that say how long to
             train or what to write are ignored, and so are loggers and callbacks that stop or write.
-        executor: Searches in all precisions at once, on :class:`LocalDevices` or another executor, as
-            :func:`compare_precisions` takes it. Speeds are then those of runs that ran beside others.
 
     Returns:
         A mapping from label to :class:`~lightning_amp.tune.BatchSizeResult`: `.batch_size`, `.peak_gib`,
@@ -99,10 +87,8 @@ def find_batch_size(
 
     """
     check_place("find_batch_size")
-    check_executor(executor)
-    dumps = dumps_for(executor, make_module, make_data)
-    check_factory("make_module", make_module, LightningModule, dumps)
-    check_factory("make_data", make_data, LightningDataModule, dumps)
+    check_factory("make_module", make_module, LightningModule)
+    check_factory("make_data", make_data, LightningDataModule)
     kwargs = check_trainer_kwargs(trainer_kwargs)
     arms = parse_arms(precisions, kwargs.get("strategy", "auto"))
     _check_limit(memory_limit_gib, kwargs)
@@ -111,60 +97,20 @@ def find_batch_size(
     with (
         tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as folder,
         progress(_USUAL_RUNS * len(arms)) as shown,
-        FORK_SERVER.warm(),
+        HERE.forking(),
     ):
-        if executor is None:
-            runs = ShortRuns(make_module, make_data, kwargs, Path(folder), shown.move)
-            search = BatchSizeSearch(runs, memory_limit_gib, shown)
-            for number, (label, arm) in enumerate(arms.items(), 1):
-                results[label], error = search.run(arm)
-                if error is not None:
-                    errors.append(error)
-                shown.expect(runs.num_runs + _USUAL_RUNS * (len(arms) - number))
-        else:
-
-            def search_in(label: str) -> tuple[BatchSizeResult, Exception | None]:
-                place = Path(folder) / str(list(arms).index(label))
-                runs = ShortRuns(make_module, make_data, kwargs, place, shown.move, shared, dumps)
-                return BatchSizeSearch(runs, memory_limit_gib, shown).run(arms[label])
-
-            shared = _Shared(executor)
-            with ThreadPoolExecutor(len(arms)) as threads:
-                try:
-                    for label, found in zip(arms, threads.map(search_in, arms), strict=True):
-                        results[label], error = found
-                        if error is not None:
-                            errors.append(error)
-                except BaseException:
-                    shared.stop()
-                    raise
+        runs = ShortRuns(make_module, make_data, kwargs, Path(folder), shown.move)
+        search = BatchSizeSearch(runs, memory_limit_gib, shown)
+        for number, (label, arm) in enumerate(arms.items(), 1):
+            results[label], error = search.run(arm)
+            if error is not None:
+                errors.append(error)
+            shown.expect(runs.num_runs + _USUAL_RUNS * (len(arms) - number))
     if len(errors) == len(arms):
         text = " ".join(dict.fromkeys(map(str, errors)))
         fits_nowhere = all(isinstance(error, LimitTooLowError) for error in errors)
         raise ValueError(text) if fits_nowhere else RuntimeError(text)
     return BatchSizes(results)
-
-
-@final
-class _Shared:
-    """An executor that several searches use; :meth:`stop` ends all their runs."""
-
-    def __init__(self, executor: Any) -> None:
-        self._executor = executor
-        self._jobs: list[Any] = []
-        self._stopped = False
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
-        if self._stopped:
-            raise RuntimeError("the search was stopped")
-        self._jobs.append(self._executor.submit(fn, *args))
-        return self._jobs[-1]
-
-    def stop(self) -> None:
-        self._stopped = True
-        for job in self._jobs:
-            with contextlib.suppress(Exception):
-                job.cancel()
 
 
 def _check_limit(limit_gib: object, trainer_kwargs: Mapping[str, Any]) -> None:

@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import final, override
 
 from lightning_amp._text import literal
-from lightning_amp.compare import StopWhenMeasured, num_rows
+from lightning_amp.compare import num_rows
 from lightning_amp.tune.batch_size._batch_size_attribute import ModuleLoaders, held_sizes, is_size
 from lightning_amp.tune.batch_size._learning_rate import UsedRate
+from lightning_amp.tune.batch_size._short_training import StopWhenMeasured
 
 _STEADY_BATCHES, _STEADY_S, _MOST_STEADY_BATCHES = 6, 2.0, 100
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,10 +12,11 @@ from typing_extensions import final
 
 from lightning_amp._compat._messages import FRAME, OUT_OF_MEMORY, SHARDING
 from lightning_amp._user_line import is_own_project
-from lightning_amp.compare import ArmRun, ArmSpec, Task, run_in_process, run_on, short_trainer
+from lightning_amp.compare import Run, Spec, run_in_process
 from lightning_amp.tune.batch_size._batch_size_attribute import FactoryWithBatchSize
 from lightning_amp.tune.batch_size._probe import Facts, Probe
 from lightning_amp.tune.batch_size._result import Measurement
+from lightning_amp.tune.batch_size._short_training import short_trainer
 
 
 @final
@@ -29,44 +30,35 @@ class ShortRuns:
         trainer_kwargs: Mapping[str, Any],
         folder: Path,
         on_progress: Callable[[float | None, str], None],
-        executor: Any = None,
-        dumps: Callable[[Any], bytes] = pickle.dumps,
     ) -> None:
         self._factories = make_module, make_data
         self._kwargs, self._folder, self._on_progress = trainer_kwargs, folder, on_progress
-        self._executor, self._dumps = executor, dumps
         self.num_runs = 0
 
-    def run(self, arm: ArmSpec, size: int | None) -> tuple[ArmRun, Facts]:
+    def run(self, arm: Spec, size: int | None) -> tuple[Run, Facts]:
         """Train at a batch size, or at the user's own one if it is `None`; return the run and its facts."""
         self.num_runs += 1
         folder = self._folder / str(self.num_runs)
         folder.mkdir(parents=True)
         make_module, make_data = (FactoryWithBatchSize(factory, size) for factory in self._factories)
-        task = Task(
-            label=arm.label,
-            seed=0,
-            arm=arm,
-            moved=False,
+        spec = replace(
+            arm,
             make_module=make_module,
             make_data=make_data,
             trainer_kwargs=short_trainer(self._kwargs, Probe(str(folder / "facts.json"))),
-            work_folder=str(folder),
+            folder=str(folder),
         )
-        if self._executor is None:
-            found = run_in_process(task, self._on_progress)
-        else:
-            found = run_on(self._executor, task, self._dumps, ["facts.json"])
+        found = run_in_process(spec, self._on_progress)
         return found, Facts.read(folder / "facts.json")
 
 
-def is_out_of_memory(run: ArmRun) -> bool:
+def is_out_of_memory(run: Run) -> bool:
     """Return whether the device or the machine ran out of memory."""
     error = run.error or ""
     return bool(OUT_OF_MEMORY.search(error)) or run.killed_by == "SIGKILL"
 
 
-def measurement(run: ArmRun, facts: Facts, size: int) -> Measurement:
+def measurement(run: Run, facts: Facts, size: int) -> Measurement:
     """Return the measurement of a run at `size`; a run with an error ran out of memory."""
     if run.error is not None:
         return Measurement(size, float("inf"), float("nan"))
@@ -79,7 +71,7 @@ def measurement(run: ArmRun, facts: Facts, size: int) -> Measurement:
     return Measurement(size, run.peak_memory_bytes / 2**30, speed)
 
 
-def failure(run: ArmRun) -> str:
+def failure(run: Run) -> str:
     """Write the error that ended a run, with the user's own line that raised it, and what a sharded module lacks."""
     text = " ".join((run.error or "").split()).rstrip(".")
     frames = FRAME.findall(run.log)

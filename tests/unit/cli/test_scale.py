@@ -53,32 +53,16 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Any:
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def test_one_run(scale: Any) -> None:
-    lines = scale("runs/first")
-    assert lines[0] == "runs/first: 4 of 10 steps skipped, 1 of them with a non-finite loss; scale 64 ->"
-    assert lines[-2:] == [
-        "run         steps  skipped  gradient  loss  first  last  lowest  highest",
-        "runs/first     10        4         3     1     64    16      16       64",
-    ]
-    assert all(len(line) <= 80 for line in lines)
-
-
 def test_several_side_by_side(scale: Any) -> None:
     lines = scale("runs/first/scale_history.csv", "runs/second/", "runs/empty", "runs/first/scale_history.csv")
-    assert lines[-4:] == [
-        "run          steps  skipped  gradient  loss  first   last  lowest  highest",
-        "runs/first      10        4         3     1     64     16      16       64",
-        "runs/second  1,000        2         2     0  2**16  2**17   2**14    2**17",
-        "runs/empty       0        0         0     0      -      -       -        -",
+    assert lines[0] == "`runs/first`: 4 of 10 steps skipped, 1 of them with a non-finite loss; scale 64 -> 16"
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert rows[0][:5] == ["run", "steps", "skipped", "skipped gradient", "skipped loss"]
+    assert rows[2:] == [
+        ["runs/first", "10", "4", "3", "1", "64", "16", "16", "64"],
+        ["runs/second", "1,000", "2", "2", "0", "2**16", "2**17", "2**14", "2**17"],
+        ["runs/empty", "0", "0", "0", "0", "-", "-", "-", "-"],
     ]
-    assert sum(line.startswith("runs/") and ": " in line for line in lines) == 3
-
-
-@pytest.mark.parametrize("width", ["40", "80", "200"])
-def test_every_line_fits(width: str, scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", width)
-    lines = scale("runs/first", "runs/second")
-    assert max(map(len, lines)) <= min(int(width), 100)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -92,7 +76,6 @@ def test_json(scale: Any) -> None:
         "run": "runs/first",
         "summary": "4 of 10 steps skipped, 1 of them with a non-finite loss; scale 64 -> 16",
         "steps": 10,
-        "applied": 6,
         "skipped": 4,
         "skipped_gradient": 3,
         "skipped_loss": 1,
@@ -115,9 +98,10 @@ def test_urls(scale: Any) -> None:
     history.to_csv("memory://b/other.csv")
     try:
         lines = scale("memory://a", "memory://b/other.csv")
-        # too wide, so rows and columns are swapped
-        assert lines[-9].split() == ["run", "memory://a", "memory://b/other.csv"]
-        assert lines[-8].split() == ["steps", "10", "10"]
+        assert [line.split("|")[1:3] for line in lines[-2:]] == [
+            [" memory://a ", " 10 "],
+            [" memory://b/other.csv ", " 10 "],
+        ]
     finally:
         MemoryFileSystem.store.clear()
         MemoryFileSystem.pseudo_dirs[:] = [""]
@@ -129,12 +113,12 @@ def test_urls(scale: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "the following arguments are required: FILE (`lightning-amp scale --help` says more)"),
+        ([], "the following arguments are required: FILE"),
+        (["runs/first", "--plto", "x.png"], "unrecognized arguments: --plto x.png; did you mean --plot?"),
         (["nope"], "there is no file `nope`; FILE is a file that `ScaleMonitor(dirpath=...)` writes, or its folder"),
         (["runs"], "the folder `runs` has no scale_history.csv; FILE is a file"),
         (["memory://none"], "`memory://none` cannot be read: FileNotFoundError: "),
         (["s4://x"], "`FILE` must be a path or a URL of fsspec, got 's4://x'."),
-        (["runs/first", "--plicy", "a=1"], "unrecognized arguments: --plicy a=1; the options are --help, --plot,"),
         (["runs/first", "--json", "runs"], "--json must be a file, got 'runs'"),
         (["runs/first", "--plot", "x.nope"], "--plot x.nope cannot be written: Format 'nope' is not supported"),
         (["runs/first", "--plot", "no/such/x.png"], "--plot no/such/x.png cannot be written: "),
@@ -161,6 +145,7 @@ def test_a_store_that_fails_is_wrong_use(refused: Any, monkeypatch: pytest.Monke
     assert refused("memory://x.csv") == "`memory://x.csv` cannot be read: NoCredentialsError: no credentials"
 
 
+@pytest.mark.usefixtures("tests_are_ours")
 def test_what_is_our_own_error_is_not(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(path: str) -> ScaleHistory:
         raise ZeroDivisionError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_amp.compare import ArmRun, ArmSpec, Progress
+from lightning_amp.compare import Progress, Run, Spec
 from lightning_amp.tune.batch_size._batch_size_search import BatchSizeSearch, LimitTooLowError, RunFailedError
 from lightning_amp.tune.batch_size._learning_rate import UsedRate
 from lightning_amp.tune.batch_size._probe import Facts
@@ -27,16 +27,16 @@ class MadeUp:
         self.memory, self.facts = memory, facts
         self.sizes: list[int | None] = []
 
-    def run(self, arm: ArmSpec, size: int | None) -> tuple[ArmRun, Facts]:
+    def run(self, arm: Spec, size: int | None) -> tuple[Run, Facts]:
         self.sizes.append(size)
         rows = size or self.facts.own_size
         return self.outcome(rows), self.noted(rows)
 
-    def outcome(self, rows: int) -> ArmRun:
+    def outcome(self, rows: int) -> Run:
         peak = self.memory(min(rows, self.facts.num_rows or rows))
         if math.isinf(peak):
-            return ArmRun("fp32", 0, error="OutOfMemoryError: CUDA out of memory.")
-        return ArmRun("fp32", 0, peak_memory_bytes=int(peak * GIB), step_s=(0.5,), samples_per_s=(2.0 * rows,))
+            return Run("fp32", 0, error="OutOfMemoryError: CUDA out of memory.")
+        return Run("fp32", 0, peak_memory_bytes=int(peak * GIB), step_s=(0.5,), samples_per_s=(2.0 * rows,))
 
     def noted(self, rows: int) -> Facts:
         return replace(
@@ -48,7 +48,7 @@ def linear(rows: int) -> float:
     return 0.2 + 0.001 * rows
 
 
-ARM = ArmSpec("fp32", {"precision": "fp32"})
+ARM = Spec("fp32", {"precision": "fp32"})
 
 
 def search(runs: Any, limit: float | None = 1.0) -> BatchSizeResult:
@@ -179,8 +179,8 @@ def test_nothing_fits() -> None:
 
 def test_a_single_row_that_a_module_does_not_take() -> None:
     class Norm(MadeUp):
-        def outcome(self, rows: int) -> ArmRun:
-            one = ArmRun("fp32", 0, error="ValueError: Expected more than 1 value per channel when training")
+        def outcome(self, rows: int) -> Run:
+            one = Run("fp32", 0, error="ValueError: Expected more than 1 value per channel when training")
             return one if rows == 1 else super().outcome(rows)
 
     message = "a batch of 4 holds 2 GiB.*A batch of 1 failed: ValueError: Expected more"
@@ -224,9 +224,9 @@ def test_what_the_process_refused() -> None:
 
 def test_an_error_of_the_module() -> None:
     class Broken(MadeUp):
-        def outcome(self, rows: int) -> ArmRun:
+        def outcome(self, rows: int) -> Run:
             log = 'Traceback\n  File "/home/me/net.py", line 12, in training_step\n    x\nKeyError: 1'
-            return ArmRun("fp32", 0, error="KeyError: 1", log=log)
+            return Run("fp32", 0, error="KeyError: 1", log=log)
 
     message = r"^Training in fp32 failed at batch size 32: KeyError: 1 \(/home/me/net.py, line 12, in training_step\).$"
     fails(Broken(linear), RunFailedError, message)
@@ -234,13 +234,13 @@ def test_an_error_of_the_module() -> None:
 
 def test_killed_before_anything_is_known() -> None:
     runs = MadeUp(linear)
-    runs.run = lambda arm, size: (ArmRun("fp32", 0, error="its process was killed by SIGKILL"), Facts())  # type: ignore
+    runs.run = lambda arm, size: (Run("fp32", 0, error="its process was killed by SIGKILL"), Facts())  # type: ignore
     fails(runs, RunFailedError, r"^Training in fp32 failed: its process was killed by SIGKILL")
 
 
 def test_memory_that_could_not_be_measured() -> None:
     runs = MadeUp(linear)
-    runs.outcome = lambda rows: ArmRun("fp32", 0)  # type: ignore[method-assign]
+    runs.outcome = lambda rows: Run("fp32", 0)  # type: ignore[method-assign]
     fails(runs, RunFailedError, "another torch profiler was running")
 
 

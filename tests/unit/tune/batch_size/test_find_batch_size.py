@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import pickle
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import lightning as L
 import pytest
 import torch
@@ -19,8 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo.compared import here
 
 import lightning_amp
-from lightning_amp.compare import ArmRun, ArmSpec, Task, _remote
-from lightning_amp.compare._process import PackedTask
+from lightning_amp.compare import Run, Spec
 from lightning_amp.tune import BatchSizes
 from lightning_amp.tune.batch_size import _probe, _short_runs
 
@@ -79,10 +77,10 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note the sizes that ran in this process."""
     ran: list[str] = []
 
-    def run(task: Task, on_progress: Any) -> ArmRun:
-        ran.append(task.label)
+    def run(spec: Spec, on_progress: Any) -> Run:
+        ran.append(spec.label)
         gc.collect()
-        return here(pickle.loads(pickle.dumps(task)))
+        return here(pickle.loads(cloudpickle.dumps(spec)))
 
     monkeypatch.setattr(_short_runs, "run_in_process", run)
     monkeypatch.setattr(_probe, "_STEADY_S", 0.0)
@@ -93,7 +91,7 @@ def peak_gib(size: int, precision: str, folder: Path) -> float:
     """Return the peak of a size without a search."""
     data = {"make_data": partial(Rows, batch_size=size), "make_module": Wide, "trainer_kwargs": CPU}
     runs = _short_runs.ShortRuns(**data, folder=folder, on_progress=lambda *_: None)
-    run, _ = runs.run(ArmSpec("x", {"precision": precision}), None)
+    run, _ = runs.run(Spec("x", {"precision": precision}), None)
     return (run.peak_memory_bytes or 0) / 2**30
 
 
@@ -194,46 +192,3 @@ def test_it_says_what_goes_on(sizes: list[str], capsys: pytest.CaptureFixture[st
 
 def test_it_is_found_by_its_name() -> None:
     assert lightning_amp.find_batch_size is sys.modules["lightning_amp.tune"].find_batch_size
-
-
-@pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Note the precisions that an executor was given, whose runs train in this process, one at a time."""
-    ran: list[str] = []
-    lock = threading.Lock()
-
-    def run_packed(task: PackedTask, folder: str, on_progress: Any) -> ArmRun:
-        with lock:
-            ran.append(task.label)
-            gc.collect()
-            return here(pickle.loads(task.pickled))
-
-    monkeypatch.setattr(_remote, "run_packed", run_packed)
-    monkeypatch.setattr(_short_runs, "run_in_process", lambda *_: pytest.fail("it ran without the executor"))
-    monkeypatch.setattr(_probe, "_STEADY_S", 0.0)
-    return ran
-
-
-@pytest.mark.slow
-def test_all_precisions_at_once(elsewhere: list[str]) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        kwargs: Any = {"memory_limit_gib": 0.1, "trainer_kwargs": CPU, "executor": pool}
-        found = lightning_amp.find_batch_size(lambda: Wide(), fifty, **kwargs)  # noqa: PLW0108 - has no name
-    assert {label: result.batch_size for label, result in found.items()} == {"fp32": 50, "bf16": 50}
-    assert sorted(set(elsewhere)) == ["bf16", "fp32"]
-
-
-@pytest.mark.slow
-def test_an_executor_and_a_precision_that_fails(elsewhere: list[str]) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        kwargs: Any = {"memory_limit_gib": 0.1, "trainer_kwargs": CPU, "executor": pool}
-        found = lightning_amp.find_batch_size(NotInBf16, fifty, **kwargs)
-        assert (found["fp32"].batch_size, found["bf16"].batch_size) == (50, 0)
-        assert "no bf16 here" in (found["bf16"].error or "")
-        with pytest.raises(RuntimeError, match="never"):
-            lightning_amp.find_batch_size(Never, fifty, **kwargs)
-
-
-def test_no_executor() -> None:
-    with pytest.raises(ValueError, match=r"`executor` must be an object with `submit"):
-        lightning_amp.find_batch_size(Wide, fifty, memory_limit_gib=0.1, trainer_kwargs=CPU, executor=3)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 from zoo.compared import Sea, Waves, here
 
-from lightning_amp.compare import ArmRun, ArmSpec, Task
+from lightning_amp.compare import Run, Spec
 from lightning_amp.tune.batch_size._batch_size_attribute import FactoryWithBatchSize
 from lightning_amp.tune.batch_size._learning_rate import UsedRate
 from lightning_amp.tune.batch_size._probe import Facts, Probe
@@ -50,9 +50,8 @@ class Plain(Waves):
 def short(folder: Path, module: Any = Plain, data: Any = Ocean, size: int | None = None, **kwargs: Any) -> Any:
     probe = Probe(str(folder / "facts.json"))
     trainer = short_trainer({"accelerator": "cpu", **kwargs}, probe)
-    arm = ArmSpec("fp32", {"precision": "fp32"})
     factories = FactoryWithBatchSize(module, size), FactoryWithBatchSize(data, size)
-    run: ArmRun = here(Task("fp32", 0, arm, False, *factories, trainer, str(folder)))
+    run: Run = here(Spec("fp32", {"precision": "fp32"}, 0, False, *factories, trainer, str(folder)))
     return run, Facts.read(folder / "facts.json")
 
 

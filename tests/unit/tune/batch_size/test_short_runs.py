@@ -8,12 +8,13 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from zoo.compared import Sea, Waves
 
-from lightning_amp.compare import ArmRun, ArmSpec, Task
+from lightning_amp.compare import Run, Spec
 from lightning_amp.tune.batch_size import _short_runs
 from lightning_amp.tune.batch_size._learning_rate import UsedRate
 from lightning_amp.tune.batch_size._probe import Facts, Probe
@@ -40,23 +41,24 @@ def test_the_trainer_neither_validates_nor_writes() -> None:
 
 
 def test_each_run_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks: list[Task] = []
+    specs: list[Spec] = []
 
-    def run(task: Task, on_progress: Any) -> ArmRun:
-        tasks.append(pickle.loads(pickle.dumps(task)))
-        Path(task.work_folder, "facts.json").write_text('{"own_size": 3, "loader_sizes": [3], "rates": [["SGD", 1]]}')
-        return ArmRun(task.label, task.seed)
+    def run(spec: Spec, on_progress: Any) -> Run:
+        specs.append(pickle.loads(cloudpickle.dumps(spec)))
+        Path(spec.folder, "facts.json").write_text('{"own_size": 3, "loader_sizes": [3], "rates": [["SGD", 1]]}')
+        return Run(spec.label, spec.seed)
 
     monkeypatch.setattr(_short_runs, "run_in_process", run)
     runs = ShortRuns(Waves, Sea, {"accelerator": "cpu"}, tmp_path, lambda share, text: None)
     for _ in range(2):
-        found, facts = runs.run(ArmSpec("bf16", {"precision": "bf16"}), 7)
+        found, facts = runs.run(Spec("bf16", {"precision": "bf16"}), 7)
         assert facts == Facts(own_size=3, loader_sizes=(3,), rates=(UsedRate("SGD", 1),))
         assert found.label == "bf16"
-    assert len({task.work_folder for task in tasks}) == 2
-    assert isinstance(tasks[0].make_module(), Waves)
-    assert isinstance(tasks[0].make_data(), Sea)
-    assert not tasks[0].moved
+    assert len({spec.folder for spec in specs}) == 2
+    made: Any = specs[0]
+    assert isinstance(made.make_module(), Waves)
+    assert isinstance(made.make_data(), Sea)
+    assert not specs[0].moved
 
 
 @pytest.mark.parametrize(
@@ -74,16 +76,16 @@ def test_each_run_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_out_of_memory(error: str | None, expected: bool) -> None:
-    assert is_out_of_memory(ArmRun("x", 0, error=error)) is expected
+    assert is_out_of_memory(Run("x", 0, error=error)) is expected
 
 
 def test_speed() -> None:
-    run = ArmRun("x", 0, peak_memory_bytes=2**29, samples_per_s=(9.0, 10.0, 50.0), step_s=(2.0, 4.0, 4.0))
+    run = Run("x", 0, peak_memory_bytes=2**29, samples_per_s=(9.0, 10.0, 50.0), step_s=(2.0, 4.0, 4.0))
     assert measurement(run, Facts(batch_rows=8), 8) == (8, 0.5, 10.0)
     assert measurement(run, Facts(batch_rows=5, world_size=2), 8) == (8, 0.5, 4.0)  # rows are not the first dimension
-    nothing = measurement(ArmRun("x", 0, peak_memory_bytes=2**29), Facts(batch_rows=8), 8)
+    nothing = measurement(Run("x", 0, peak_memory_bytes=2**29), Facts(batch_rows=8), 8)
     assert math.isnan(nothing.samples_per_s)
-    assert measurement(ArmRun("x", 0, error="no"), Facts(), 8).peak_gib == math.inf
+    assert measurement(Run("x", 0, error="no"), Facts(), 8).peak_gib == math.inf
 
 
 LIBRARY = f"{sysconfig.get_path('stdlib')}/runpy.py"
@@ -103,16 +105,16 @@ lines.
 
 
 def test_an_error_names_the_last_line_of_the_user() -> None:
-    found = failure(ArmRun("x", 0, error="ValueError: two\nlines.", log=LOG))
+    found = failure(Run("x", 0, error="ValueError: two\nlines.", log=LOG))
     assert found == "ValueError: two lines (/home/me/my helpers.py, line 12, in helper)"
 
 
 def test_an_error_that_is_not_from_the_users_file() -> None:
-    assert failure(ArmRun("x", 0, error="its process was killed", log="")) == "its process was killed"
+    assert failure(Run("x", 0, error="its process was killed", log="")) == "its process was killed"
 
 
 def test_a_module_that_a_single_device_cannot_shard_is_told_from_other_failures() -> None:
     frame = '  File "/home/me/models.py", line 14, in configure_model\n    {}\nTypeError: ...\n'
     sharding, other = (frame.format(line) for line in ("fully_shard(net, mesh=self.device_mesh['a'])", "self.net[0]"))
-    assert "pass your strategy in `trainer_kwargs`" in failure(ArmRun("x", 0, error="TypeError: ...", log=sharding))
-    assert "strategy" not in failure(ArmRun("x", 0, error="TypeError: ...", log=other))
+    assert "pass your strategy in `trainer_kwargs`" in failure(Run("x", 0, error="TypeError: ...", log=sharding))
+    assert "strategy" not in failure(Run("x", 0, error="TypeError: ...", log=other))
