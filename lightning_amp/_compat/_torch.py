@@ -161,8 +161,7 @@ def watch_writes(tensor: Tensor) -> Place | None:
 # Remove with `watch_writes`.
 def is_unwritten(tensor: Tensor, place: Place) -> bool:
     """Return whether the tensor is in the same place, and its memory still has the mark of :func:`watch_writes`."""
-    is_marked: Any = torch._C._is_cow_tensor  # pyright: ignore[reportAttributeAccessIssue]
-    return is_marked(tensor) and _place(tensor) == place
+    return torch._C._is_cow_tensor(tensor) and _place(tensor) == place  # pyright: ignore[reportAttributeAccessIssue]
 
 
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -170,8 +169,7 @@ Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def _place(tensor: Tensor) -> Place:
-    address: Any = torch._C._data_address  # pyright: ignore[reportAttributeAccessIssue]
-    return address(tensor), tensor.shape, tensor.stride()
+    return torch._C._data_address(tensor), tensor.shape, tensor.stride()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # Remove when a hook can find out in which backward it runs.

@@ -4,15 +4,14 @@ Read `_precision_choice.py` first.
 """
 
 from lightning_amp.casting._float8 import (
-    Float8Linears,
     choose_fp8_layers,
+    fp8_summary,
     linear_layers,
+    linears_in_fp8,
     may_run_in_fp8,
     nothing_qualifies,
-    num_converted,
-    share_of_flops,
 )
-from lightning_amp.casting._float8_recipes import checked_recipe, emulates, name_of, needs_whole_tiles
+from lightning_amp.casting._float8_recipes import checked_recipe, emulates
 from lightning_amp.casting._fp32_metrics import is_metric, metrics_in_fp32
 from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules, modules_matching
 from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
@@ -34,7 +33,6 @@ __all__ = [
     "Canonical",
     "Choice",
     "EpochEnd",
-    "Float8Linears",
     "Fp32Modules",
     "Fp32Outputs",
     "MethodOverride",
@@ -48,19 +46,17 @@ __all__ = [
     "choose_fp8_layers",
     "cpu_has",
     "emulates",
+    "fp8_summary",
     "fp32_region",
     "has_bf16_units",
     "is_metric",
     "linear_layers",
+    "linears_in_fp8",
     "may_run_in_fp8",
     "metrics_in_fp32",
     "modules_matching",
-    "name_of",
-    "needs_whole_tiles",
     "nothing_qualifies",
-    "num_converted",
     "our_name",
     "parse_precision",
     "runnable",
-    "share_of_flops",
 ]

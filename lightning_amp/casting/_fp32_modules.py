@@ -14,7 +14,6 @@ from lightning_amp._compat import _modules
 from lightning_amp._text import listed
 from lightning_amp.casting._fp32_metrics import is_metric
 from lightning_amp.casting._fp32_region import InFp32
-from lightning_amp.casting._method_override import not_run
 from lightning_amp.numerics import HALF_DTYPES
 
 Rule = type[nn.Module] | str
@@ -60,20 +59,14 @@ def _computing(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _nothing(rule: Rule, names: dict[str, nn.Module]) -> str:
     if isinstance(rule, str):
-        wanted, known, what, quote = rule, list(names), f"{rule!r}, which matches no module", "'"
+        wanted, known = repr(rule), [repr(name) for name in names]
     else:
-        classes = dict.fromkeys(type(module).__name__ for module in names.values())
-        wanted, known, what, quote = rule.__name__, list(classes), f"{rule.__name__}, and no module is one", "`"
-    if not known:
-        return f"`fp32_modules` has the rule {what}: the module has no submodules. Remove the rule."
-    last = wanted.rpartition(".")[2].strip("*")
-    close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.4)
-    close += [name for name in known if last and last in name and name not in close]
-    where = "Close to it" if close else "There"
-    return (
-        f"`fp32_modules` has the rule {what}. {where} are:"
-        f" {listed([f'{quote}{name}{quote}' for name in close or known], most=5)}."
-    )
+        wanted, known = f"`{rule.__name__}`", [f"`{type(module).__name__}`" for module in names.values()]
+    known = list(dict.fromkeys(known)) or ["no submodules"]
+    last = wanted.strip("'`*").rpartition(".")[2]
+    close = [name for name in known if last and last in name] or difflib.get_close_matches(wanted, known, cutoff=0.4)
+    where = f"Close to it are: {listed(close, most=5)}" if close else f"There are: {listed(known, most=5)}"
+    return f"`fp32_modules` has the rule {wanted}, which matches no module. {where}."
 
 
 @final
@@ -101,26 +94,27 @@ class Fp32Modules:
                     " to the plugin if it is trained, or take it out of the rules."
                 )
         # averages and target networks, which are deep copies, compute in fp32 too
-        self._overrides = {n: InFp32(m, "forward", device_type, in_copies=True) for n, m in found.items()}
-        for forward in self._overrides.values():
+        self._forwards = {n: InFp32(m, "forward", device_type, in_copies=True) for n, m in found.items()}
+        for forward in self._forwards.values():
             forward.install()
 
     def __len__(self) -> int:
-        return len(self._overrides)
+        return len(self._forwards)
 
     def idle(self) -> tuple[list[str], bool]:
         """Name the modules that have not run, if no matching module inside or around them has run either.
 
-        Also return whether some rule matches no other module, and so had no effect at all.
+        Also return whether some rule matches no other module, and so had no effect at all. Nothing is known if a module
+        was compiled, because equal blocks may share its graph.
         """
-        waiting = not_run(self._overrides)
-        running = [forward.owner for name, forward in self._overrides.items() if name not in waiting]
-        active = {inner for module in running for inner in module.modules()}
-        idle = {n: m for n in waiting if active.isdisjoint((m := self._overrides[n].owner).modules())}
-        return list(idle), any(modules and modules.issubset(idle.values()) for modules in self._by_rule)
+        if any(forward.was_compiled.is_set for forward in self._forwards.values()):
+            return [], False
+        active = {m for forward in self._forwards.values() if forward.ran.is_set for m in forward.owner.modules()}
+        idle = {name: f.owner for name, f in self._forwards.items() if active.isdisjoint(f.owner.modules())}
+        return list(idle), any(matching and matching.issubset(idle.values()) for matching in self._by_rule)
 
     def remove(self) -> None:
         """Restore the modules to their earlier state."""
-        for forward in self._overrides.values():
+        for forward in self._forwards.values():
             forward.restore()
-        self._overrides, self.modules = {}, set()
+        self._forwards, self.modules = {}, set()

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 from typing_extensions import final, override
 
+from lightning_amp._compat import _modules
 from lightning_amp._containers import to_fp32
 from lightning_amp.casting._method_override import MethodOverride
 from lightning_amp.numerics import HALF_DTYPES
@@ -99,9 +100,12 @@ class InFp32(MethodOverride):
     def __init__(self, owner: Any, name: str, device_type: str, *, in_copies: bool = False) -> None:
         super().__init__(owner, name)
         self.device_type, self.in_copies = device_type, in_copies
+        self.ran, self.was_compiled = _modules.Flag(), _modules.Flag()  # deep copies share them
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.note_call()
+        self.ran.set()
+        if torch.compiler.is_compiling():
+            self.was_compiled.set()
         with autocast_off(self.device_type):
             return self.inner(*to_fp32(args, HALF_DTYPES), **to_fp32(kwargs, HALF_DTYPES))

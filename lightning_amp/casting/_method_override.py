@@ -5,14 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
-import torch
 from typing_extensions import final
-
-from lightning_amp._compat import _modules
 
 
 @functools.cache
@@ -39,7 +36,6 @@ class MethodOverride(ABC):
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
-        self.ran, self.traced = _modules.Flag(), _modules.Flag()  # deep copies share them
         self.was_attribute = name in vars(owner)
         self._wrap(getattr(owner, name))
 
@@ -53,12 +49,6 @@ class MethodOverride(ABC):
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the replacement of the method; the original method is `self.inner`."""
-
-    def note_call(self) -> None:
-        """Record that the override has run, for :func:`not_run`."""
-        if torch.compiler.is_compiling():
-            self.traced.set()
-        self.ran.set()
 
     @property
     def installed(self) -> bool:
@@ -117,10 +107,3 @@ class Overrides:
         if self.depth == 0:
             for each in self._overrides:
                 each.restore()
-
-
-def not_run(overrides: Mapping[str, MethodOverride]) -> list[str]:
-    """Name the overrides that have not run; none if one was compiled, because equal blocks may share its graph."""
-    if any(each.traced.is_set for each in overrides.values()):
-        return []
-    return [name for name, each in overrides.items() if not each.ran.is_set]

@@ -10,27 +10,17 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from lightning_amp._compat import _torch
-from lightning_amp.casting._float8_recipes import has_fp8, refuse_later_formats
+from lightning_amp.casting._float8_recipes import has_fp8
 
 Precision = Literal["auto", "bf16", "fp16", "fp8", "fp32"]
 Canonical = Literal["16-mixed", "bf16-mixed", "32-true"]
 
-_ALSO: dict[Precision, tuple[Any, ...]] = {
-    "bf16": ("bf16-mixed", "bfloat16", "torch.bfloat16", torch.bfloat16),
-    "fp16": ("16-mixed", "16", 16, "float16", "torch.float16", torch.float16),
-    "fp32": ("32-true", "32", 32, "float32", "torch.float32", torch.float32),
-}
 _SPELLINGS: dict[Any, Precision] = {
     **{name: name for name in get_args(Precision)},
-    **{spelling: name for name, spellings in _ALSO.items() for spelling in spellings},
+    **dict.fromkeys(("bf16-mixed", "bfloat16", "torch.bfloat16", torch.bfloat16), "bf16"),
+    **dict.fromkeys(("16-mixed", "16", 16, "float16", "torch.float16", torch.float16), "fp16"),
+    **dict.fromkeys(("32-true", "32", 32, "float32", "torch.float32", torch.float32), "fp32"),
 }
-_DTYPES: dict[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.bfloat16,
-    "fp32": torch.float32,
-}
-_CANONICAL: dict[str, Canonical] = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "bf16-mixed", "fp32": "32-true"}
 
 
 class Choice(NamedTuple):
@@ -48,7 +38,7 @@ class Choice(NamedTuple):
     @classmethod
     def of(cls, name: str) -> Choice:
         """Return the choice for one of our names other than `"auto"`."""
-        return cls(name, _CANONICAL[name], _DTYPES[name])
+        return _CHOICES[name]
 
     @classmethod
     def pick(cls, device: torch.device, module: Any = None) -> tuple[Choice, str]:
@@ -67,11 +57,20 @@ class Choice(NamedTuple):
         """
         names = runnable(device)
         if self.name not in names and not (emulated and "bf16" in names):
+            emulate = " To try fp8's accuracy without its speed, pass an `fp8_recipe` with `emulate=True`."
             raise ValueError(
                 f"This device ({_describe(device)}) cannot run {argument} {self.name!r}. It can run:"
-                f" {', '.join(repr(n) for n in names)}. lightning_amp never falls back in silence; choose one of these."
-                f"{_EMULATE if self.name == 'fp8' else ''}"
+                f" {', '.join(map(repr, names))}. lightning_amp never falls back in silence; choose one of these."
+                f"{emulate if self.name == 'fp8' else ''}"
             )
+
+
+_CHOICES = {
+    "bf16": Choice("bf16", "bf16-mixed", torch.bfloat16),
+    "fp16": Choice("fp16", "16-mixed", torch.float16),
+    "fp8": Choice("fp8", "bf16-mixed", torch.bfloat16),
+    "fp32": Choice("fp32", "32-true", torch.float32),
+}
 
 
 def our_name(spelling: str) -> str:
@@ -86,8 +85,8 @@ def parse_precision(value: Any, argument: str = "precision") -> Precision:
     except TypeError:  # unhashable
         known = None
     if known is None:
-        refuse_later_formats(argument, value)
-        raise ValueError(f"`{argument}` must be one of {_legal(argument)}; got {value!r}.")
+        legal = [repr(spelling) for spelling in _SPELLINGS if (spelling, argument) != ("fp8", "eval_precision")]
+        raise ValueError(f"`{argument}` must be one of {', '.join(legal)}; got {value!r}.")
     if known == "fp8" and argument == "eval_precision":
         raise ValueError(
             "`eval_precision='fp8'` is not supported: fp8 is for training, where its products are a third of the work."
@@ -96,22 +95,9 @@ def parse_precision(value: Any, argument: str = "precision") -> Precision:
     return known
 
 
-_EMULATE = (
-    " To try its accuracy on this device, without its speed:"
-    " `fp8_recipe=dataclasses.replace(torchao.float8.Float8LinearConfig.from_recipe_name('rowwise_with_gw_hp'),"
-    " emulate=True)`."
-)
-
-
-def _legal(argument: str) -> str:
-    names = ", ".join(repr(n) for n in get_args(Precision) if (n, argument) != ("fp8", "eval_precision"))
-    also = [f"{name}: {', '.join(map(repr, spellings))}" for name, spellings in _ALSO.items()]
-    return f"{names} ({'; '.join(also).replace(':', ' is also', 1)})"
-
-
 def runnable(device: torch.device) -> list[str]:
     """Return our names of the precisions that this device runs; fp8 only if it has matrix units for it."""
-    half = [name for name in ("bf16", "fp16") if _autocast_runs(device, _DTYPES[name])]
+    half = [name for name in ("bf16", "fp16") if _autocast_runs(device, _CHOICES[name].dtype)]
     return [*half, *(["fp8"] if "bf16" in half and has_fp8(device) else []), "fp32"]
 
 
@@ -137,12 +123,10 @@ def is_amd() -> bool:
 
 def _best_on_cpu() -> tuple[str, str]:
     found = cpu_has("bf16")
-    if "amx_bf16" in found:
-        return "bf16", "this CPU has AMX instructions for bfloat16"
-    if "avx512_bf16" in found and not is_amd():
-        return "fp32", "this CPU has AVX512-BF16 but no AMX, and would train in bf16 more slowly than in fp32"
+    if "avx512_bf16" in found and "amx_bf16" not in found and not is_amd():
+        return "fp32", "this CPU has avx512_bf16 but no amx_bf16, and is not AMD's: it would train more slowly in bf16"
     if found:
-        return "bf16", "this CPU has bfloat16 instructions"
+        return "bf16", f"this CPU has bfloat16 instructions: {', '.join(found)}"
     return "fp32", "this CPU has no bfloat16 instructions"
 
 

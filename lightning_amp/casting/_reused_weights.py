@@ -5,7 +5,7 @@ which is wrong by several per cent over 512 uses. A weight that is edited betwee
 cache each use casts the weight again and keeps its own copy. Here all uses share the copy, and each has a node of its
 own. The summed gradients are bit-identical to those of one cast per use.
 
-A shared copy is never stale, because on the CPU torch shows any write to the memory of the weight, for 0.5 us per use.
+A shared copy is never stale, because on the CPU torch shows any write to the memory of the weight, for 2 us per use.
 Nothing shows all writes on other devices: an edit through `.data` does not move the version counter, and comparing
 values would wait for the device. There each use casts the weight, as with Lightning's own plugin.
 """
@@ -73,18 +73,17 @@ class ReusedWeights:
         for copy in self._copies.values():
             copy.parameter.data_ptr()  # takes the mark off
         self._copies.clear()
-        if self._steps_to_watch and torch.is_grad_enabled():
+        if self._steps_to_watch and torch.is_grad_enabled() and any(layer.calls for layer in self._layers):
             self._steps_to_watch -= 1
             if self._steps_to_watch == 0:
-                self._layers = [layer for layer in self._layers if layer.is_reused]
-                self._overrides = Overrides(self._layers)
+                self._overrides = Overrides(layer for layer in self._layers if layer.is_reused)
 
 
-def _layers_in(module: nn.Module) -> list[nn.Module]:
+def _layers_in(root: nn.Module) -> list[nn.Module]:
     """Return the submodules whose weights can be shared, except compiled modules and what is inside them."""
-    modules = list(module.modules())
-    compiled = {inner for outer in modules if _modules.is_compiled(outer) for inner in outer.modules()}
-    return [m for m in modules if m not in compiled and type(m).forward in _FORWARDS and "forward" not in vars(m)]
+    compiled = {inner for outer in root.modules() if _modules.is_compiled(outer) for inner in outer.modules()}
+    eager = [module for module in root.modules() if module not in compiled]
+    return [module for module in eager if type(module).forward in _FORWARDS and "forward" not in vars(module)]
 
 
 class _Copy(NamedTuple):
@@ -99,7 +98,7 @@ class _Layer(MethodOverride):
 
     def __init__(self, owner: nn.Module, copies: dict[tuple[int, torch.dtype], _Copy]) -> None:
         super().__init__(owner, "forward")
-        self._calls, self.is_reused = 0, False  # in this step; in this or an earlier one
+        self.calls, self.is_reused = 0, False  # in this step; in this or an earlier one
         self._copies = copies
         self._forward = type(owner).forward
         # the forward of `nn.MultiheadAttention` reads the projection's weight without a call
@@ -108,7 +107,7 @@ class _Layer(MethodOverride):
     @override
     def install(self) -> None:
         """Install the replacement, unless other code has given the module another `forward` since."""
-        self._calls = 0
+        self.calls = 0
         if "forward" not in vars(self.owner) and type(self.owner).forward is self._forward:
             super().install()
 
@@ -117,8 +116,8 @@ class _Layer(MethodOverride):
         if torch.compiler.is_compiling() or not torch.is_autocast_enabled("cpu"):
             return self.inner(*args, **kwargs)
         if not self.is_reused:
-            self._calls += _torch.backward_number() == -1
-            self.is_reused = self._calls > 1
+            self.calls += _torch.backward_number() == -1
+            self.is_reused = self.calls > 1
         if (
             not self.is_reused
             or _torch.backward_number() != -1

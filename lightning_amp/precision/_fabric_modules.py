@@ -15,9 +15,10 @@ from lightning_amp._compat import _modules
 from lightning_amp._containers import replace
 from lightning_amp.casting import (
     Choice,
-    Float8Linears,
     Rule,
     choose_fp8_layers,
+    fp8_summary,
+    linears_in_fp8,
     may_run_in_fp8,
     modules_matching,
     nothing_qualifies,
@@ -100,17 +101,18 @@ class FabricModules:
     def _turn_fp8_on(self, forwards: Sequence[ForwardContexts]) -> list[str]:
         recipe, device = self._fp8_recipe, self.device
         layers = [choose_fp8_layers(f.module, f.fp32_modules.modules, recipe, device) for f in forwards]
-        found = [pair for pair in zip(forwards, layers, strict=True) if _fp8.has_fp8(pair[0].module, pair[1])]
+        found = [fp8_summary(f.module, its_layers, recipe) for f, its_layers in zip(forwards, layers, strict=True)]
+        summaries = [summary for summary in found if summary]
         if not self.forwards:
-            if not found:
+            if not summaries:
                 every = {name: why for its_layers in layers for name, why in its_layers.items()}
                 raise ValueError(f"{nothing_qualifies(forwards[0].module, every)}\nUse precision 'bf16'.")
             _fp8.warn_about(recipe)
         for forward, its_layers in zip(forwards, layers, strict=True):
             self.fp8_layers.update(its_layers)
             if names := may_run_in_fp8(its_layers):
-                forward.use_fp8(Float8Linears(forward.module, names, recipe, device.type, _Stage(forward.module)))
-        return [_fp8.summarize(forward.module, its_layers, recipe) for forward, its_layers in found]
+                forward.use_fp8(linears_in_fp8(forward.module, names, recipe, device.type, _Stage(forward.module)))
+        return summaries
 
     # -- forward and backward ------------------------------------------------------------------------------------------
 

@@ -264,8 +264,6 @@ class Run:
                     self.steps.release()
                 self._warn_of_lost_steps(log)
                 self.forward.finish()
-                if self.fp8 is not None:
-                    self.fp8.finish()
 
     def _warn_of_lost_steps(self, log: RecordLog) -> None:
         """Say how many steps were skipped, beyond those that lowered the scale, unless a locator has explained them."""

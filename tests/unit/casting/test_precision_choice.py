@@ -27,9 +27,8 @@ def test_spellings(choice: tuple[str, str, torch.dtype], spellings: list[Any]) -
 
 @pytest.mark.parametrize("bad", ["16-true", "half", 64, True, None, [], torch.float64, 16.5])
 def test_anything_else_lists_the_legal_values(bad: Any) -> None:
-    names = "'auto', 'bf16', 'fp16', 'fp8', 'fp32' "
-    also = r"bf16 is also 'bf16-mixed', .*torch.bfloat16; fp16: '16-mixed', .*16.*; fp32: '32-true', .*torch.float32\)"
-    with pytest.raises(ValueError, match=rf"`precision` must be one of {names}.*{also}.*got"):
+    names = "'auto', 'bf16', 'fp16', 'fp8', 'fp32', 'bf16-mixed', .*'16', 16, .*torch.float32"
+    with pytest.raises(ValueError, match=f"`precision` must be one of {names}; got"):
         _precision_choice.parse_precision(bad)
 
 
@@ -42,15 +41,9 @@ def test_fp8_is_bf16_but_for_products_in_training() -> None:
 def test_fp8_evaluates_nothing() -> None:
     with pytest.raises(ValueError, match=r"`eval_precision='fp8'` is not supported.*evaluation runs in 'bf16'"):
         _precision_choice.parse_precision("fp8", "eval_precision")
-    with pytest.raises(ValueError, match="must be one of 'auto', 'bf16', 'fp16', 'fp32' ") as caught:
+    with pytest.raises(ValueError, match="must be one of 'auto', 'bf16', 'fp16', 'fp32', ") as caught:
         _precision_choice.parse_precision("half", "eval_precision")
     assert "fp8" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_what_needs_blackwell_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"`precision='{name}'` is not supported: .* Blackwell .*Use precision 'fp8'"):
-        _precision_choice.parse_precision(name)
 
 
 def test_fp8_needs_hardware_or_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,14 +73,16 @@ def test_the_cpu_runs_all() -> None:
 
 def test_auto_on_a_cpu(machine: str) -> None:
     choice, why = Choice.pick(CPU)
-    assert (choice.name, why) == {
-        "bf16-fast": ("bf16", "this CPU has AMX instructions for bfloat16"),
-        "bf16-slow": ("fp32", "this CPU has AVX512-BF16 but no AMX, and would train in bf16 more slowly than in fp32"),
-        "fp16-native": ("bf16", "this CPU has AMX instructions for bfloat16"),
-        "amd": ("bf16", "this CPU has bfloat16 instructions"),
-        "arm": ("bf16", "this CPU has bfloat16 instructions"),
+    name, fact = {
+        "bf16-fast": ("bf16", "this CPU has bfloat16 instructions: avx512_bf16, amx_bf16"),
+        "bf16-slow": ("fp32", "this CPU has avx512_bf16 but no amx_bf16, and is not AMD's"),
+        "fp16-native": ("bf16", "amx_bf16"),
+        "amd": ("bf16", "this CPU has bfloat16 instructions: avx512_bf16"),
+        "arm": ("bf16", "this CPU has bfloat16 instructions: bf16"),
         "none": ("fp32", "this CPU has no bfloat16 instructions"),
     }[machine]
+    assert choice.name == name
+    assert fact in why
 
 
 @pytest.mark.parametrize(

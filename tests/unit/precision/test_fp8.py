@@ -137,14 +137,6 @@ def real(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.cpu
 @pytest.mark.usefixtures("real")
-def test_a_recipe_of_ones_own_may_need_whole_tiles() -> None:
-    Float8LinearConfig = float8().Float8LinearConfig
-    with pytest.warns(UserWarning, match=r"with `pad_inner_dim=False` a batch whose rows .* Set it to `True`"):
-        fit(net(), AmpPrecision("fp8", fp8_recipe=Float8LinearConfig()), batches(1, size=16))
-
-
-@pytest.mark.cpu
-@pytest.mark.usefixtures("real")
 def test_names_take_a_batch_of_any_size(caplog: pytest.LogCaptureFixture) -> None:
     """Torch 2.11 has one kernel for the CPU."""
     with caplog.at_level(logging.INFO):
@@ -161,16 +153,6 @@ def test_cuda_without_a_compiler_is_warned_about() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _fp8._warn_without_compiler(module, "rowwise", cuda)
-
-
-@pytest.mark.filterwarnings(EMULATED)
-def test_layers_that_never_run_are_named_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    module = net()
-    module.aside = nn.Linear(32, 32)
-    module.net, module.end = module.net, nn.Linear(32, 1)
-    with caplog.at_level(logging.INFO):
-        fit(module, plugin(), batches(1))
-    assert "`aside` could multiply in fp8, but the `forward` there has not run in a training step" in caplog.text
 
 
 @pytest.mark.filterwarnings(EMULATED, "ignore:The model layers do not require gradients", "ignore:.*in eval mode")
