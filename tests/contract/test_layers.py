@@ -41,9 +41,7 @@ WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in (*_PLAIN, *_PLAIN_FILE
         f"tune/{file}.py": LIGHTNING
         for file in (
             "__init__",
-            "batch_size/_learning_rate",
-            "batch_size/_next_size",
-            "batch_size/_result",
+            "_batch_sizes",
             "fp32_modules/_result",
             "fp32_modules/_search",
         )

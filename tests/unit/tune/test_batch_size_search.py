@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,23 +10,22 @@ from typing import Any
 import pytest
 
 from lightning_amp.compare import ArmRun, ArmSpec, Progress
-from lightning_amp.tune.batch_size._batch_size_search import BatchSizeSearch, LimitTooLowError, RunFailedError
-from lightning_amp.tune.batch_size._learning_rate import UsedRate
-from lightning_amp.tune.batch_size._probe import Facts
-from lightning_amp.tune.batch_size._result import BatchSizeResult
+from lightning_amp.tune import BatchSizeResult
+from lightning_amp.tune._batch_size_run import Facts
+from lightning_amp.tune._find_batch_size import LimitTooLowError, RunFailedError, Search
 
-FACTS = Facts(own_size=32, num_batches=9, device="cpu", rates=(UsedRate("SGD", 0.1),))
+FACTS = Facts(own_size=32, num_batches=9, device="cpu", rates=(("SGD", 0.1),))
 GIB = 2**30
 
 
 class MadeUp:
-    """Replaces `ShortRuns`: the peak memory is a function of the size."""
+    """Replaces `run_once`: the peak memory is a function of the size."""
 
     def __init__(self, memory: Callable[[int], float], facts: Facts = FACTS) -> None:
         self.memory, self.facts = memory, facts
         self.sizes: list[int | None] = []
 
-    def run(self, arm: ArmSpec, size: int | None) -> tuple[ArmRun, Facts]:
+    def __call__(self, arm: ArmSpec, size: int | None) -> tuple[ArmRun, Facts]:
         self.sizes.append(size)
         rows = size or self.facts.own_size
         return self.outcome(rows), self.noted(rows)
@@ -39,9 +37,7 @@ class MadeUp:
         return ArmRun("fp32", 0, peak_memory_bytes=int(peak * GIB), step_s=(0.5,), samples_per_s=(2.0 * rows,))
 
     def noted(self, rows: int) -> Facts:
-        return replace(
-            self.facts, own_size=rows, loader_sizes=(rows,), batch_rows=min(rows, self.facts.num_rows or rows)
-        )
+        return replace(self.facts, own_size=rows, rows=rows)
 
 
 def linear(rows: int) -> float:
@@ -52,49 +48,27 @@ ARM = ArmSpec("fp32", {"precision": "fp32"})
 
 
 def search(runs: Any, limit: float | None = 1.0) -> BatchSizeResult:
-    result, error = BatchSizeSearch(runs, limit, Progress(3, None)).run(ARM)
-    assert error is None
-    return result
-
-
-def fails(runs: Any, kind: type[Exception], message: str) -> None:
-    """Assert that the search ends with this error, and with a result that repeats it."""
-    result, error = BatchSizeSearch(runs, 1.0, Progress(3, None)).run(ARM)
-    assert type(error) is kind
-    assert re.search(message, str(error))
-    assert (result.batch_size, result.error, result.message, result.lr) == (0, str(error), result.error, None)
+    return Search(runs, ARM, limit, Progress(3, None)).result()
 
 
 def test_two_sizes_and_the_one_that_they_lead_to(capsys: pytest.CaptureFixture[str]) -> None:
     runs = MadeUp(linear, replace(FACTS, own_size=100))
     result = search(runs)
-    assert runs.sizes == [None, 328, 800]
+    assert runs.sizes == [None, 200, 800]
     assert (result.batch_size, result.samples_per_s, result.error) == (800, 1600.0, None)
     assert result.peak_gib == pytest.approx(1.0)
-    assert [p.batch_size for p in result.measured] == [100, 328, 800]
-    assert [p.samples_per_s for p in result.measured] == [200.0, 656.0, 1600.0]
+    assert [p.batch_size for p in result.measured] == [100, 200, 800]
+    assert [p.samples_per_s for p in result.measured] == [200.0, 400.0, 1600.0]
     assert result.lr == 0.8
     assert result.message == (
-        "A batch of 800 holds 1 of 1 GiB (size of all tensors): memory is the limit. Learning rate to try: 0.8, scaled"
-        " from 0.1 at batch size 100 (linear rule for SGD); a starting point only."
+        "A batch of 800 holds 1 of 1 GiB (size of all tensors): memory is the limit. Learning rate to try: 0.8"
+        " (scaled from 0.1 at batch size 100, linear rule for SGD); a starting point only."
     )
     assert capsys.readouterr().err.splitlines() == [
         "[1/3] fp32, batch size 100: 0.3 GiB, 0 s",
-        "[2/3] fp32, batch size 328: 0.528 GiB, 0 s",
+        "[2/3] fp32, batch size 200: 0.4 GiB, 0 s",
         "[3/3] fp32, batch size 800: 1 GiB, 0 s",
     ]
-
-
-def test_another_precision_begins_where_the_first_one_ended() -> None:
-    runs = MadeUp(linear)
-    both = BatchSizeSearch(runs, 1.0, Progress(6, None))  # type: ignore[arg-type]
-    both.run(ARM)
-    runs.sizes.clear()
-    runs.memory, runs.facts = lambda rows: 0.2 + 0.0005 * rows, replace(FACTS, rates=(UsedRate("Adam", 0.1),))
-    result, _ = both.run(ARM)
-    assert runs.sizes == [800, 1328, 1600]
-    assert result.lr == pytest.approx(0.707)
-    assert "at batch size 32" in result.message
 
 
 def test_the_rows_are_the_limit() -> None:
@@ -124,7 +98,6 @@ def test_drop_last_leaves_no_batch() -> None:
 @pytest.mark.parametrize("rows", [0, None, 1000])
 def test_no_batches_at_all(rows: int | None) -> None:
     runs = MadeUp(linear, replace(FACTS, num_batches=0, num_rows=rows))
-    runs.noted = lambda rows: runs.facts  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="must have batches; `train_dataloader` gives none"):
         search(runs)
 
@@ -132,21 +105,17 @@ def test_no_batches_at_all(rows: int | None) -> None:
 def test_a_stream_that_ends() -> None:
     class Stream(MadeUp):
         def noted(self, rows: int) -> Facts:
-            return replace(self.facts, own_size=rows, loader_sizes=(rows,), batch_rows=min(rows, 300))
+            return replace(self.facts, own_size=rows, rows=min(rows, 300))
 
     result = search(Stream(lambda rows: 0.2 + 0.001 * min(rows, 300)))
     assert result.batch_size == 300
     assert "all 300 rows" in result.message
 
 
-@pytest.mark.parametrize("sizes", [(16,), (None,), ()])
-def test_batches_that_do_not_follow(sizes: tuple[int | None, ...]) -> None:
-    """If the loader does not say its size, the rows of its batches are compared."""
+def test_batches_that_do_not_follow() -> None:
     runs = MadeUp(lambda rows: 0.3)
-    runs.noted = lambda rows: replace(runs.facts, own_size=rows, loader_sizes=sizes, batch_rows=16)  # type: ignore
-    message = (
-        r"must change with `batch_size`: it was 32, then \d+, and a batch had 16 rows each time. Write `DataLoader"
-    )
+    runs.noted = lambda rows: replace(runs.facts, own_size=rows, rows=16)  # type: ignore[method-assign]
+    message = r"must change with `batch_size`: it was 32, then 64, and a batch had 16 rows each time. Write `DataLoader"
     with pytest.raises(ValueError, match=message):
         search(runs)
     assert len(runs.sizes) == 2
@@ -155,25 +124,16 @@ def test_batches_that_do_not_follow(sizes: tuple[int | None, ...]) -> None:
 def test_a_loader_with_half_of_it() -> None:
     class Half(MadeUp):
         def noted(self, rows: int) -> Facts:
-            return replace(self.facts, own_size=rows, loader_sizes=(rows // 2, rows // 2), batch_rows=rows // 2)
+            return replace(self.facts, own_size=rows, rows=rows // 2)
 
     assert search(Half(linear, replace(FACTS, num_rows=100))).batch_size == 200
 
 
-def test_rows_are_not_the_first_dimension() -> None:
-    runs = MadeUp(linear)
-    runs.noted = lambda rows: replace(runs.facts, own_size=rows, loader_sizes=(rows,), batch_rows=20)  # type: ignore
-    result = search(runs)
-    assert result.batch_size == 800
-    assert result.samples_per_s == 1600.0  # from the time of a step
-
-
 def test_nothing_fits() -> None:
     runs = MadeUp(lambda rows: 2.0 + rows)
-    message = (
-        r"`memory_limit_gib` must hold the smallest batch; in fp32 a batch of 1 holds 3 GiB, and the limit is 1 GiB"
-    )
-    fails(runs, LimitTooLowError, message)
+    message = r"^`memory_limit_gib` must hold the smallest batch; in fp32 a batch of 1 holds 3 GiB, and the limit is 1"
+    with pytest.raises(LimitTooLowError, match=message):
+        search(runs)
     assert runs.sizes[-1] == 1
 
 
@@ -183,8 +143,8 @@ def test_a_single_row_that_a_module_does_not_take() -> None:
             one = ArmRun("fp32", 0, error="ValueError: Expected more than 1 value per channel when training")
             return one if rows == 1 else super().outcome(rows)
 
-    message = "a batch of 4 holds 2 GiB.*A batch of 1 failed: ValueError: Expected more"
-    fails(Norm(lambda rows: 2.0), LimitTooLowError, message)
+    with pytest.raises(LimitTooLowError, match=r"a batch of \d+ holds 2 GiB.*A batch of 1 failed: ValueError"):
+        search(Norm(lambda rows: 2.0))
 
 
 def test_memory_that_runs_out_on_a_device() -> None:
@@ -192,28 +152,26 @@ def test_memory_that_runs_out_on_a_device() -> None:
     runs = MadeUp(lambda rows: linear(rows) if rows <= 500 else math.inf, replace(FACTS, device="cuda", device_gib=1.0))
     result = search(runs, limit=None)
     assert 480 <= result.batch_size <= 500
-    assert result.limit_gib == 1.0
     assert "memory is the limit. Memory ran out at 5" in result.message
     assert "tensors" not in result.message
 
 
-def test_memory_runs_out_before_the_first_batch() -> None:
-    class Late(MadeUp):
-        def noted(self, rows: int) -> Facts:
-            known = super().noted(rows)
-            return known if rows < 10 else replace(known, device="", device_gib=None, num_batches=0)
-
-    runs = Late(lambda rows: linear(rows) if rows < 10 else math.inf, replace(FACTS, device="cuda", device_gib=1.0))
-    assert search(runs, limit=None).batch_size == 9
-
-
 def test_the_limit_is_the_smaller_one() -> None:
-    facts = replace(FACTS, device="cuda", device_gib=0.8)
-    assert search(MadeUp(linear, facts)).limit_gib == 0.8
+    assert "of 0.8 GiB" in search(MadeUp(linear, replace(FACTS, device="cuda", device_gib=0.8))).message
+
+
+def test_a_process_that_grows_more_than_its_tensors() -> None:
+    class Process(MadeUp):
+        def noted(self, rows: int) -> Facts:
+            return replace(super().noted(rows), process_gib=0.125 + 0.002 * rows)
+
+    result = search(Process(linear))
+    assert result.batch_size == 496
+    assert "0.992 of 1 GiB (growth of the process)" in result.message
 
 
 def test_a_device_that_does_not_say_what_it_has() -> None:
-    with pytest.raises(ValueError, match="`memory_limit_gib` must be given: training runs on mps, which does not say"):
+    with pytest.raises(ValueError, match="`memory_limit_gib` must be given on mps, which does not say how much memory"):
         search(MadeUp(linear, replace(FACTS, device="mps")), limit=None)
 
 
@@ -229,21 +187,17 @@ def test_an_error_of_the_module() -> None:
             return ArmRun("fp32", 0, error="KeyError: 1", log=log)
 
     message = r"^Training in fp32 failed at batch size 32: KeyError: 1 \(/home/me/net.py, line 12, in training_step\).$"
-    fails(Broken(linear), RunFailedError, message)
+    with pytest.raises(RunFailedError, match=message):
+        search(Broken(linear))
 
 
 def test_killed_before_anything_is_known() -> None:
-    runs = MadeUp(linear)
-    runs.run = lambda arm, size: (ArmRun("fp32", 0, error="its process was killed by SIGKILL"), Facts())  # type: ignore
-    fails(runs, RunFailedError, r"^Training in fp32 failed: its process was killed by SIGKILL")
+    def killed(*_: Any) -> tuple[ArmRun, Facts]:
+        return ArmRun("fp32", 0, error="its process was killed by SIGKILL", killed_by="SIGKILL"), Facts()
 
-
-def test_memory_that_could_not_be_measured() -> None:
-    runs = MadeUp(linear)
-    runs.outcome = lambda rows: ArmRun("fp32", 0)  # type: ignore[method-assign]
-    fails(runs, RunFailedError, "another torch profiler was running")
+    with pytest.raises(RunFailedError, match=r"^Training in fp32 failed: its process was killed by SIGKILL"):
+        search(killed)
 
 
 def test_what_an_optimizer_step_sees() -> None:
-    facts = replace(FACTS, accumulated=4, world_size=2)
-    assert "An optimizer step sees 8 such batches." in search(MadeUp(linear, facts)).message
+    assert "An optimizer step sees 8 such batches." in search(MadeUp(linear, replace(FACTS, per_step=8))).message

@@ -1,8 +1,10 @@
-"""The end of a short training, and the facts that it notes. The training runs in this process."""
+"""A short training at one batch size: its factories, its end, its facts and its measurement, in this process."""
 
 from __future__ import annotations
 
 import itertools
+import math
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,18 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 from zoo.compared import Sea, Waves, here
 
-from lightning_amp.compare import ArmRun, ArmSpec, Task
-from lightning_amp.tune.batch_size._batch_size_attribute import FactoryWithBatchSize
-from lightning_amp.tune.batch_size._learning_rate import UsedRate
-from lightning_amp.tune.batch_size._probe import Facts, Probe
-from lightning_amp.tune.batch_size._short_runs import short_trainer
+from lightning_amp.compare import ArmRun, ArmSpec
+from lightning_amp.tune import _batch_size_run
+from lightning_amp.tune._batch_size_run import (
+    Facts,
+    WithBatchSize,
+    hold_size,
+    is_out_of_memory,
+    measurement,
+    run_once,
+    sizes_of,
+    why_failed,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("in_tmp_path"),
@@ -47,22 +56,21 @@ class Plain(Waves):
         assert not any(isinstance(c, (EarlyStopping, ModelCheckpoint)) for c in self.trainer.callbacks)
 
 
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_batch_size_run, "run_in_process", here)
+
+
 def short(folder: Path, module: Any = Plain, data: Any = Ocean, size: int | None = None, **kwargs: Any) -> Any:
-    probe = Probe(str(folder / "facts.json"))
-    trainer = short_trainer({"accelerator": "cpu", **kwargs}, probe)
     arm = ArmSpec("fp32", {"precision": "fp32"})
-    factories = FactoryWithBatchSize(module, size), FactoryWithBatchSize(data, size)
-    run: ArmRun = here(Task("fp32", 0, arm, False, *factories, trainer, str(folder)))
-    return run, Facts.read(folder / "facts.json")
+    return run_once(arm, (module, data), size, {"accelerator": "cpu", **kwargs}, folder, lambda *_: None)
 
 
 def test_a_run(tmp_path: Path) -> None:
     run, facts = short(tmp_path)
     assert run.error is None
-    assert facts == Facts(
-        own_size=8, num_rows=128, loader_sizes=(8,), batch_rows=8, num_batches=run.num_steps, device="cpu",
-        rates=(UsedRate("AdamW", 0.01),),
-    )  # fmt: skip
+    assert (facts.own_size, facts.rows, facts.num_rows, facts.device) == (8, 8, 128, "cpu")
+    assert (facts.num_batches, facts.per_step, facts.rates) == (run.num_steps, 1, (("AdamW", 0.01),))
     assert 9 <= run.num_steps <= 103
     assert run.peak_memory_bytes
     assert run.step_s
@@ -72,7 +80,7 @@ def test_a_run(tmp_path: Path) -> None:
 
 def test_another_size(tmp_path: Path) -> None:
     _, facts = short(tmp_path, size=64)
-    assert (facts.own_size, facts.loader_sizes, facts.batch_rows, facts.num_rows) == (64, (64,), 64, 128)
+    assert (facts.own_size, facts.rows, facts.num_rows) == (64, 64, 128)
 
 
 class Uneven(Ocean):
@@ -86,7 +94,7 @@ class Uneven(Ocean):
 def test_the_rows_of_the_largest_batch(tmp_path: Path) -> None:
     run, facts = short(tmp_path, data=Uneven)
     assert run.error is None
-    assert facts.batch_rows == 5
+    assert facts.rows == 5
 
 
 class Schedule(Plain):
@@ -116,7 +124,7 @@ def test_schedules_and_callbacks_that_ask_for_more(tmp_path: Path) -> None:
 
 def test_accumulation(tmp_path: Path) -> None:
     run, facts = short(tmp_path, accumulate_grad_batches=4)
-    assert facts.accumulated == 4
+    assert facts.per_step == 4
     assert facts.num_batches >= 3 * 4 + 6
     assert run.num_steps >= 4
 
@@ -191,17 +199,17 @@ class Dropped(Ocean):
 @pytest.mark.parametrize(
     ("data", "module", "expected"),
     [
-        (Endless, Plain, (None, (8,), 8)),
-        (Several, TakesTheFirst, (300, (8, 8), 8)),
-        (Dropped, Plain, (128, (200,), None)),
-        (Slices, Plain, (None, (None,), 8)),
-        (Indices, Plain, (128, (8,), 8)),
+        (Endless, Plain, (None, 8)),
+        (Several, TakesTheFirst, (300, 8)),
+        (Dropped, Plain, (128, 0)),
+        (Slices, Plain, (None, 8)),
+        (Indices, Plain, (None, 8)),
     ],
 )
 def test_how_many_rows(data: Any, module: Any, expected: Any, tmp_path: Path) -> None:
     run, facts = short(tmp_path, module, data, max_steps=10)
     assert run.error is None
-    assert (facts.num_rows, facts.loader_sizes, facts.batch_rows) == expected
+    assert (facts.num_rows, facts.rows) == expected
     assert (facts.num_batches == 0) == (data is Dropped)
 
 
@@ -217,32 +225,110 @@ class OfTheModule(Plain):
 def test_loaders_of_the_module(tmp_path: Path) -> None:
     run, facts = short(tmp_path, OfTheModule, L.LightningDataModule, size=10)
     assert run.error is None
-    assert (facts.own_size, facts.num_rows, facts.loader_sizes) == (10, 40, (10,))
+    assert (facts.own_size, facts.num_rows, facts.rows) == (10, 40, 10)
 
 
 class NoSize(Ocean):
-    batch_size = None  # type: ignore[assignment]
+    batch_size = "8"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("data", "text"), [(Sea, "there is none."), (NoSize, "it is '8'.")])
+def test_what_is_refused(data: Any, text: str, tmp_path: Path) -> None:
+    run, facts = short(tmp_path, Plain, data)
+    assert facts.refused.startswith("`make_data` or `make_module` must have a `batch_size` of 1 or more")
+    assert text in facts.refused
+    assert facts.refused in run.error
+
+
+# -- where the size stands ---------------------------------------------------------------------------------------------
+
+
+class Hparams(L.LightningDataModule):
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any: ...
+
+
+class Property(Hparams):
+    @property
+    def batch_size(self) -> int:  # type: ignore[override]
+        return self.hparams["batch_size"]
+
+
+class Both(Hparams):
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.batch_size = batch_size
+
+
+class AsksForATrainer(L.LightningModule):
+    @property
+    def batch_size(self) -> int:
+        return self.trainer.num_devices
+
+
+class AMethod(L.LightningModule):
+    def batch_size(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("kind", [Ocean, Hparams, Property, Both])
+def test_every_place(kind: Any) -> None:
+    own = set(sizes_of(kind()))
+    assert set(sizes_of(WithBatchSize(kind, 16)())) == {16}
+    assert set(sizes_of(WithBatchSize(kind, None)())) == own
+    assert len(own) == 1
+
+
+@pytest.mark.parametrize("kind", [L.LightningModule, AMethod, AsksForATrainer])
+def test_no_place(kind: Any) -> None:
+    owner = kind()
+    hold_size(owner, 8)
+    assert sizes_of(owner) == []
+
+
+# -- measurements ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("data", "text"),
+    ("error", "expected"),
     [
-        (Sea, "an attribute or one of `hparams`, that the loaders are made with; there is none in `Sea` and `Plain`."),
-        (NoSize, "`batch_size` must be an integer of 1 or more to begin with, got None."),
-        (L.LightningDataModule, "there is none in `Lit`."),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", True),
+        ("RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory", True),
+        ("its process was killed by SIGSEGV", False),
+        (None, False),
     ],
 )
-def test_what_is_refused(data: Any, text: str, tmp_path: Path) -> None:
-    class Lit(Plain):
-        def train_dataloader(self) -> Any: ...
-
-    run, facts = short(tmp_path, Lit if data is L.LightningDataModule else Plain, data)
-    assert text in (facts.refused or "")
-    assert facts.refused in (run.error or "")
+def test_out_of_memory(error: str | None, expected: bool) -> None:
+    assert is_out_of_memory(ArmRun("x", 0, error=error)) is expected
 
 
-@pytest.mark.parametrize("text", ["", "{", None])
-def test_a_torn_file_has_no_facts(text: str | None, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / "facts.json").write_text(text)
-    assert Facts.read(tmp_path / "facts.json") == Facts()
+def test_memory_and_speed() -> None:
+    run = ArmRun("x", 0, peak_memory_bytes=2**29, samples_per_s=(9.0, 10.0, 50.0), step_s=(2.0, 4.0, 4.0))
+    assert measurement(run, Facts(rows=8), 8) == (8, 0.5, 10.0)
+    assert measurement(run, Facts(rows=5), 8) == (8, 0.5, 2.0)  # the loader has another size
+    assert measurement(run, Facts(rows=8, process_gib=0.6), 8).peak_gib == 0.5
+    assert measurement(run, Facts(rows=8, process_gib=2.125), 8).peak_gib == pytest.approx(2.0)
+    assert measurement(ArmRun("x", 0, error="no"), Facts(), 8).peak_gib == math.inf
+
+
+LOG = f"""\
+Traceback (most recent call last):
+  File "/home/me/net.py", line 7, in training_step
+    return self.helper(batch)
+  File "/home/me/my helpers.py", line 12, in helper
+    torch.cat(x)
+  File "{sysconfig.get_path("stdlib")}/runpy.py", line 3, in run
+  File "/x/site-packages/torch/functional.py", line 3, in cat
+ValueError: two
+lines.
+"""
+
+
+def test_an_error_names_the_last_line_of_the_user() -> None:
+    found = why_failed(ArmRun("x", 0, error="ValueError: two\nlines.", log=LOG))
+    assert found == "ValueError: two lines (/home/me/my helpers.py, line 12, in helper)"
+    assert why_failed(ArmRun("x", 0, error="its process was killed", log="")) == "its process was killed"

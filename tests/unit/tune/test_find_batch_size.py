@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import pickle
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo.compared import here
 
 import lightning_amp
-from lightning_amp.compare import ArmRun, ArmSpec, Task, _remote
-from lightning_amp.compare._process import PackedTask
-from lightning_amp.tune import BatchSizes
-from lightning_amp.tune.batch_size import _probe, _short_runs
+from lightning_amp.compare import ArmRun, ArmSpec, Task
+from lightning_amp.tune import BatchSizes, _batch_size_run
 
 pytestmark = [
     pytest.mark.usefixtures("in_tmp_path"),
@@ -84,16 +80,16 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         gc.collect()
         return here(pickle.loads(pickle.dumps(task)))
 
-    monkeypatch.setattr(_short_runs, "run_in_process", run)
-    monkeypatch.setattr(_probe, "_STEADY_S", 0.0)
+    monkeypatch.setattr(_batch_size_run, "run_in_process", run)
+    monkeypatch.setattr(_batch_size_run, "_STEADY_S", 0.0)
     return ran
 
 
-def peak_gib(size: int, precision: str, folder: Path) -> float:
+def peak_gib(size: int, folder: Path) -> float:
     """Return the peak of a size without a search."""
-    data = {"make_data": partial(Rows, batch_size=size), "make_module": Wide, "trainer_kwargs": CPU}
-    runs = _short_runs.ShortRuns(**data, folder=folder, on_progress=lambda *_: None)
-    run, _ = runs.run(ArmSpec("x", {"precision": precision}), None)
+    folder.mkdir()
+    factories = Wide, partial(Rows, batch_size=size)
+    run, _ = _batch_size_run.run_once(ArmSpec("x", {"precision": "fp32"}), factories, None, CPU, folder, print)
     return (run.peak_memory_bytes or 0) / 2**30
 
 
@@ -104,8 +100,8 @@ def test_the_next_multiple_of_8_would_not_fit(sizes: list[str], tmp_path: Path) 
     result = found["fp32"]
     assert result.batch_size % 8 == 0
     assert result.peak_gib <= limit
-    assert peak_gib(result.batch_size, "fp32", tmp_path / "a") == pytest.approx(result.peak_gib, rel=0.01)
-    assert peak_gib(result.batch_size + 8, "fp32", tmp_path / "b") > limit
+    assert peak_gib(result.batch_size, tmp_path / "a") == pytest.approx(result.peak_gib, rel=0.01)
+    assert peak_gib(result.batch_size + 8, tmp_path / "b") > limit
 
 
 @pytest.mark.slow
@@ -115,7 +111,7 @@ def test_a_fresh_process(tmp_path: Path) -> None:
     found = lightning_amp.find_batch_size(Wide, fifty, ["bf16"], memory_limit_gib=0.1, trainer_kwargs=CPU)
     result = found["bf16"]
     assert isinstance(found, BatchSizes)
-    assert (result.batch_size, result.limit_gib, result.error) == (50, 0.1, None)
+    assert (result.batch_size, result.error) == (50, None)
     assert 0 < result.peak_gib < 0.1
     assert result.samples_per_s > 0
     assert result.lr == pytest.approx(0.001 * (50 / 64) ** 0.5, rel=0.01)
@@ -131,8 +127,7 @@ def test_bf16_takes_more_rows_than_fp32(sizes: list[str]) -> None:
     assert found["bf16"].batch_size > 1.2 * found["fp32"].batch_size
     assert all(result.peak_gib <= 0.0015 for result in found.values())
     assert len(sizes) <= 12
-    assert found["fp32"].measured[0].batch_size == 32
-    assert found["bf16"].measured[0].batch_size == found["fp32"].batch_size
+    assert all(result.measured[0].batch_size == 32 for result in found.values())
 
 
 def test_one_precision_fails(sizes: list[str]) -> None:
@@ -188,52 +183,9 @@ def test_it_says_what_goes_on(sizes: list[str], capsys: pytest.CaptureFixture[st
     lightning_amp.find_batch_size(Wide, fifty, memory_limit_gib=1, trainer_kwargs=CPU)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[")]
     assert [line.partition(" GiB")[0].rpartition(":")[0] for line in lines] == [
-        "[1/6] fp32, batch size 50", "[2/4] bf16, batch size 50",
+        "[1/6] fp32, batch size 50", "[2/6] bf16, batch size 50",
     ]  # fmt: skip
 
 
 def test_it_is_found_by_its_name() -> None:
     assert lightning_amp.find_batch_size is sys.modules["lightning_amp.tune"].find_batch_size
-
-
-@pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Note the precisions that an executor was given, whose runs train in this process, one at a time."""
-    ran: list[str] = []
-    lock = threading.Lock()
-
-    def run_packed(task: PackedTask, folder: str, on_progress: Any) -> ArmRun:
-        with lock:
-            ran.append(task.label)
-            gc.collect()
-            return here(pickle.loads(task.pickled))
-
-    monkeypatch.setattr(_remote, "run_packed", run_packed)
-    monkeypatch.setattr(_short_runs, "run_in_process", lambda *_: pytest.fail("it ran without the executor"))
-    monkeypatch.setattr(_probe, "_STEADY_S", 0.0)
-    return ran
-
-
-@pytest.mark.slow
-def test_all_precisions_at_once(elsewhere: list[str]) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        kwargs: Any = {"memory_limit_gib": 0.1, "trainer_kwargs": CPU, "executor": pool}
-        found = lightning_amp.find_batch_size(lambda: Wide(), fifty, **kwargs)  # noqa: PLW0108 - has no name
-    assert {label: result.batch_size for label, result in found.items()} == {"fp32": 50, "bf16": 50}
-    assert sorted(set(elsewhere)) == ["bf16", "fp32"]
-
-
-@pytest.mark.slow
-def test_an_executor_and_a_precision_that_fails(elsewhere: list[str]) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        kwargs: Any = {"memory_limit_gib": 0.1, "trainer_kwargs": CPU, "executor": pool}
-        found = lightning_amp.find_batch_size(NotInBf16, fifty, **kwargs)
-        assert (found["fp32"].batch_size, found["bf16"].batch_size) == (50, 0)
-        assert "no bf16 here" in (found["bf16"].error or "")
-        with pytest.raises(RuntimeError, match="never"):
-            lightning_amp.find_batch_size(Never, fifty, **kwargs)
-
-
-def test_no_executor() -> None:
-    with pytest.raises(ValueError, match=r"`executor` must be an object with `submit"):
-        lightning_amp.find_batch_size(Wide, fifty, memory_limit_gib=0.1, trainer_kwargs=CPU, executor=3)
