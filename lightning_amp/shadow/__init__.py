@@ -6,6 +6,7 @@ from lightning_amp.shadow._evaluation_pass import EVALUATION_FILE, EvaluationPas
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
 from lightning_amp.shadow._first_batches import FirstBatches
 from lightning_amp.shadow._gradient_sample import RowsBy, Sample, rows_of_parameters, take_sample
+from lightning_amp.shadow._kept_batches import Batches, giving, keep_batches
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._output_comparison import OutputComparison
@@ -29,6 +30,7 @@ __all__ = [
     "EVALUATION_FILE",
     "PRIVATE_CALLBACKS",
     "BatchWindow",
+    "Batches",
     "ComparedEvaluation",
     "EvaluationPass",
     "Failure",
@@ -48,10 +50,12 @@ __all__ = [
     "device_of_trainer",
     "gather",
     "gather_on_zero",
+    "giving",
     "in_one_line",
     "inaccurate_derivatives",
     "is_out_of_memory",
     "is_sharded",
+    "keep_batches",
     "matmul_flops",
     "own_data",
     "own_module",

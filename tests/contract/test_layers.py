@@ -42,8 +42,8 @@ WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in (*_PLAIN, *_PLAIN_FILE
         for file in (
             "__init__",
             "_batch_sizes",
-            "fp32_modules/_result",
-            "fp32_modules/_search",
+            "_fp32_rules",
+            "_fp32_search",
         )
     },
     "_compat/_torch.py": {*LIGHTNING, "torchmetrics"},

@@ -34,36 +34,11 @@ class Fp32Rules(tuple[Rule, ...]):
     gradient_errors: tuple[float, float]
     metric_errors: Mapping[str, tuple[float, float]]
 
-    def __new__(
-        cls,
-        rules: Iterable[Rule],
-        *,
-        cost: float,
-        message: str,
-        tried: int,
-        gradient_errors: tuple[float, float],
-        metric_errors: Mapping[str, tuple[float, float]],
-    ) -> Self:
+    def __new__(cls, rules: Iterable[Rule], **attributes: Any) -> Self:
         """Make the tuple and set its attributes."""
         made = super().__new__(cls, rules)
-        vars(made).update(
-            cost=cost,
-            message=message,
-            tried=tried,
-            gradient_errors=gradient_errors,
-            metric_errors=dict(metric_errors),
-        )
+        vars(made).update(attributes)
         return made
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"`{name}` cannot be set: a result does not change")
-
-    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Give the attributes to copies and pickles."""
-        return (tuple(self),), dict(vars(self))
-
-    def __getstate__(self) -> None:
-        """Return nothing: `__getnewargs_ex__` has the attributes already."""
 
 
 class NothingHelps(ValueError):  # noqa: N818 - a result, not a fault
@@ -72,7 +47,7 @@ class NothingHelps(ValueError):  # noqa: N818 - a result, not a fault
 
 @final
 @dataclass(frozen=True)
-class DistanceToFp32:
+class Distance:
     """Relative errors against fp32; infinite if a value is not finite or the step failed.
 
     Attributes:
@@ -90,27 +65,17 @@ class DistanceToFp32:
         """Return whether no error is larger."""
         return all(error <= tolerance for error in (self.gradient, *self.metrics.values()))
 
-    def describe(self, tolerance: float | None = None) -> str:
-        """Write the errors, or only those beyond a tolerance: `gradients differ by 12 %, val_loss by 3.4 %`."""
-        parts: list[str] = []
-        if tolerance is None or self.gradient > tolerance:
-            finite = math.isfinite(self.gradient)
-            parts.append(f"gradients differ by {as_percent(self.gradient)}" if finite else self.reason)
-        worst = max(self.metrics.items(), key=lambda item: item[1], default=("", 0.0))
-        if worst[0] and (tolerance is None or worst[1] > tolerance):
-            finite = math.isfinite(worst[1])
-            parts.append(f"`{worst[0]}` {f'differs by {as_percent(worst[1])}' if finite else 'is not finite'}")
-        return " and ".join(parts)
+    def __str__(self) -> str:
+        """Write the errors: `gradients differ by 12 % and val_loss differs by 3.4 %`."""
+        finite = math.isfinite(self.gradient)
+        text = f"gradients differ by {as_percent(self.gradient)}" if finite else self.reason
+        if not self.metrics:
+            return text
+        name, error = max(self.metrics.items(), key=lambda item: item[1])
+        differs = f"differs by {as_percent(error)}" if math.isfinite(error) else "is not finite"
+        return f"{text} and `{name}` {differs}"
 
 
 def as_percent(error: float) -> str:
     """Write a relative error: `0.12 %`, `340 %`."""
     return percent(error) if error < 1 else f"{rounded(100 * error)} %"
-
-
-def relative_error(value: float, reference: float) -> float:
-    """Return the difference over the reference, or the difference itself if the reference is 0."""
-    if not math.isfinite(value):
-        return math.inf
-    difference = abs(value - reference)
-    return difference / abs(reference) if reference else difference

@@ -7,15 +7,23 @@ from collections.abc import Callable, Collection
 
 import pytest
 
-from lightning_amp.tune.fp32_modules._search import Found, Tree, as_rules, search
+from lightning_amp.tune._fp32_search import Found, Tree, search
 
-DEEP: Tree = {
-    "": ("embed", "blocks", "head"),
-    "blocks": tuple(f"blocks.{i}" for i in range(12)),
-    **{f"blocks.{i}": (f"blocks.{i}.attn", f"blocks.{i}.norm", f"blocks.{i}.mlp") for i in range(12)},
-    **{f"blocks.{i}.attn": tuple(f"blocks.{i}.attn.{x}" for x in "qkvo") for i in range(12)},
-}
-FLAT: Tree = {"": tuple(str(i) for i in range(200))}
+
+def tree(inside: dict[str, tuple[str, ...]]) -> Tree:
+    """Return a tree in which each module has an entry."""
+    return {**{name: () for names in inside.values() for name in names}, **inside}
+
+
+DEEP = tree(
+    {
+        "": ("embed", "blocks", "head"),
+        "blocks": tuple(f"blocks.{i}" for i in range(12)),
+        **{f"blocks.{i}": (f"blocks.{i}.attn", f"blocks.{i}.norm", f"blocks.{i}.mlp") for i in range(12)},
+        **{f"blocks.{i}.attn": tuple(f"blocks.{i}.attn.{x}" for x in "qkvo") for i in range(12)},
+    }
+)
+FLAT = tree({"": tuple(str(i) for i in range(200))})
 
 
 def covered(names: Collection[str], name: str) -> bool:
@@ -38,20 +46,18 @@ def test_one_culprit(culprit: str) -> None:
     found = search(DEEP, needs(culprit), {})
     assert names_of(found) == {culprit}
     assert found.complete
-    assert found.num_tried < 32
+    assert found.num_tried < 25
 
 
 def test_two_that_only_help_together() -> None:
     assert names_of(search(DEEP, needs("embed", "blocks.3.attn.v"), {})) == {"embed", "blocks.3.attn.v"}
 
 
-def test_blocks_that_are_alike_go_down_together() -> None:
-    """Two of four modules in each of twelve blocks: far fewer sets than there are modules."""
-    inside = [f"blocks.{i}.attn.{x}" for i in range(12) for x in "qk"]
-    found = search(DEEP, needs(*inside), {})
+def test_the_same_layer_of_every_block() -> None:
+    inside = [f"blocks.{i}.norm" for i in range(12)]
+    found = search(DEEP, needs(*inside), dict.fromkeys(inside, 2.0))
     assert names_of(found) == set(inside)
     assert found.complete
-    assert found.num_tried < 80
 
 
 def test_a_block_of_its_own_kind() -> None:
@@ -60,9 +66,9 @@ def test_a_block_of_its_own_kind() -> None:
 
 
 def test_layers_in_a_row_are_not_alike_inside() -> None:
-    tree = {"": ("0", "1", "2"), "1": ("1.a", "1.b"), "2": ("2.a",)}
+    layers = tree({"": ("0", "1", "2"), "1": ("1.a", "1.b"), "2": ("2.a",)})
     for culprits in (("1.a",), ("0", "1.b"), ("0", "2.a"), ("1",)):
-        assert names_of(search({**tree, "0": ()}, needs(*culprits), {})) == set(culprits)
+        assert names_of(search(layers, needs(*culprits), {})) == set(culprits)
 
 
 def test_what_is_suspected_is_left_out_last() -> None:
@@ -73,15 +79,15 @@ def test_what_is_suspected_is_left_out_last() -> None:
 
 
 def test_nothing_is_needed() -> None:
-    assert search(DEEP, lambda names: True, {}) == Found((), 1, complete=True)
+    assert search(DEEP, lambda names: True, {}).names == ()
 
 
 def test_nothing_helps() -> None:
-    assert search(DEEP, lambda names: False, {}) == Found(None, 2, complete=True)
+    assert search(DEEP, lambda names: False, {}).names is None
 
 
 def test_no_modules() -> None:
-    assert search({}, lambda names: False, {}).names is None
+    assert search({"": ()}, lambda names: False, {}).names is None
 
 
 def test_where_all_inside_is_needed_the_module_around_is_named() -> None:
@@ -91,21 +97,24 @@ def test_where_all_inside_is_needed_the_module_around_is_named() -> None:
 
 
 def test_a_module_around_one_is_not_named_for_it() -> None:
-    tree = {"": ("a", "b"), "a": ("a.inner",)}
-    assert search(tree, needs("a.inner"), {}).names == ("a.inner",)
-    assert search(tree, needs("a"), {}).names == ("a",)  # its own code
+    around = tree({"": ("a", "b"), "a": ("a.inner",)})
+    assert search(around, needs("a.inner"), {}).names == ("a.inner",)
+    assert search(around, needs("a"), {}).names == ("a",)  # its own code
 
 
 def test_two_ways_that_do_not_behave() -> None:
     """Either `a` or `b` alone passes, both together fail, and all modules together pass."""
     legal = [{"a"}, {"b"}, {"a", "b", "c"}]
-    found = search({"": ("a", "b", "c")}, lambda names: set(names) in legal, {})
+    found = search(tree({"": ("a", "b", "c")}), lambda names: set(names) in legal, {})
     assert names_of(found) in [{"a"}, {"b"}, {"a", "b", "c"}]
 
     def alone(names: tuple[str, ...]) -> bool:
         return set(names) in [{"a", "b", "c", "d"}, {"b", "c"}, {"c"}]
 
-    assert search({"": tuple("abcd")}, alone, {"a": 1.0, "b": 2.0, "c": 3.0, "d": 0.0}).names in [("c",), tuple("abcd")]
+    assert search(tree({"": tuple("abcd")}), alone, {"a": 1.0, "b": 2.0, "c": 3.0, "d": 0.0}).names in [
+        ("c",),
+        tuple("abcd"),
+    ]
 
 
 def test_after_the_last_one_that_can_be_left_out_the_others_are_tried_again() -> None:
@@ -114,10 +123,10 @@ def test_after_the_last_one_that_can_be_left_out_the_others_are_tried_again() ->
     def passes(names: tuple[str, ...]) -> bool:
         return set(names) in [set("abcd"), {"a", "b", "c"}, {"a", "b"}, {"a"}]
 
-    assert search({"": tuple("abcd")}, passes, {"d": 0, "b": 1, "c": 2, "a": 3}).names == ("a",)
+    assert search(tree({"": tuple("abcd")}), passes, {"d": 0, "b": 1, "c": 2, "a": 3}).names == ("a",)
 
 
-@pytest.mark.parametrize("most", [2, 5, 20])
+@pytest.mark.parametrize("most", [12, 20])
 def test_a_budget_that_ends_early_leaves_what_passes(most: int) -> None:
     evaluator = needs("3", "77", "120", "199")
     found = search(FLAT, evaluator, {}, most=most)
@@ -137,23 +146,3 @@ def test_no_set_is_evaluated_twice() -> None:
     found = search(DEEP, passes, {})
     assert names_of(found) == {"blocks.2.norm", "blocks.9.attn.k", "head"}
     assert len(seen) == len(set(seen)) == found.num_tried
-
-
-OTHERS = ["blocks", *DEEP["blocks"], *(name for i in range(12) for name in DEEP[f"blocks.{i}"])]
-
-
-@pytest.mark.parametrize(
-    ("names", "rules"),
-    [
-        (["head"], ("head",)),
-        ([f"blocks.{i}.norm" for i in range(12)], ("blocks.*.norm",)),
-        (["head", *(f"blocks.{i}.norm" for i in range(12))], ("head", "blocks.*.norm")),
-        ([f"blocks.{i}.norm" for i in range(11)], tuple(f"blocks.{i}.norm" for i in range(11))),  # not the twelfth
-        ([f"blocks.{i}.attn" for i in range(12)], ("blocks.*.attn",)),  # and the modules inside
-        (["odd[0].x", "what?"], ("odd[[]0].x", "what[?]")),
-    ],
-)
-def test_names_as_rules(names: list[str], rules: tuple[str, ...]) -> None:
-    inside = [name for children in DEEP.values() for name in children if name.count(".") > 2]
-    others = [name for name in [*OTHERS, *inside] if name not in names]
-    assert as_rules(names, others) == rules
