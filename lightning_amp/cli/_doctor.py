@@ -65,12 +65,9 @@ def _text(report: Any) -> Iterator[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
-    from lightning_amp.advice import SIGNS, details, summary, title
+    from lightning_amp.advice import SIGNS
 
-    yield Text(title(report.machine, report.step), style="bold")
-    if report.step is not None:
-        yield from ("", Text(summary(report.step)))
-    yield ""
+    yield from (Text(report.title, style="bold"), "", Text(report.headline), "")
     for finding in report.findings:
         grid = Table.grid(padding=(0, 1))
         grid.add_column(no_wrap=True)
@@ -83,7 +80,7 @@ def _text(report: Any) -> Iterator[RenderableType]:
             grid.add_row("", Text(f"-> {finding.action}", style="bold"))
         yield grid
         yield ""
-    yield from laid_out(details(report.machine, report.step))
+    yield from laid_out(report.details())
     yield ""
 
 

@@ -6,7 +6,7 @@ from lightning_amp.shadow._evaluation_pass import EVALUATION_FILE, EvaluationPas
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
 from lightning_amp.shadow._first_batches import FirstBatches
 from lightning_amp.shadow._gradient_sample import RowsBy, Sample, rows_of_parameters, take_sample
-from lightning_amp.shadow._kept_batches import Batches, giving, keep_batches
+from lightning_amp.shadow._kept_batches import Batches, giving, keep_batches, set_method
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._output_comparison import OutputComparison
@@ -64,6 +64,7 @@ __all__ = [
     "require_unsharded",
     "rows_of_parameters",
     "run_private_fit",
+    "set_method",
     "take_sample",
     "tensor_parallel_size",
     "unnoticed",

@@ -28,20 +28,26 @@ def keep_batches(trainer: Trainer, module: LightningModule, keep: Callable[[Any,
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
     owner: Any = data if data is not None and is_overridden(_HOOK, data) else module
-    before, real = dict(vars(owner)), getattr(owner, _HOOK)
+    real = getattr(owner, _HOOK)
 
     @functools.wraps(real)
     def hook(batch: Any, dataloader_idx: int) -> Any:
         keep(batch, dataloader_idx)
         return real(batch, dataloader_idx)
 
-    def end() -> None:
-        vars(owner).pop(_HOOK)
-        if _HOOK in before:
-            vars(owner)[_HOOK] = before[_HOOK]
+    return set_method(owner, _HOOK, hook)
 
-    vars(owner)[_HOOK] = hook
-    return end
+
+def set_method(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Set a method of an object that no other code holds, and return a function that restores the original."""
+    own, before = vars(owner), dict(vars(owner))
+    own[name] = method
+
+    def restore() -> None:
+        own.pop(name, None)
+        own.update({name: before[name]} if name in before else {})
+
+    return restore
 
 
 @final

@@ -53,13 +53,13 @@ class Distance:
     Attributes:
         gradient: Norm of the difference over the norm in fp32, over all parameters, on the worst batch.
         metrics: The error of each validation metric.
-        reason: The reason in words if the error of the gradient is infinite.
+        why: The reason in words if the error of the gradient is infinite.
 
     """
 
     gradient: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    reason: str = ""
+    why: str = ""
 
     def within(self, tolerance: float) -> bool:
         """Return whether no error is larger."""
@@ -68,7 +68,7 @@ class Distance:
     def __str__(self) -> str:
         """Write the errors: `gradients differ by 12 % and val_loss differs by 3.4 %`."""
         finite = math.isfinite(self.gradient)
-        text = f"gradients differ by {as_percent(self.gradient)}" if finite else self.reason
+        text = f"gradients differ by {as_percent(self.gradient)}" if finite else self.why
         if not self.metrics:
             return text
         name, error = max(self.metrics.items(), key=lambda item: item[1])

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo.compared import here
 
 from lightning_amp import doctor, find_batch_size
-from lightning_amp.advice import _examine_machine
+from lightning_amp.advice import _machine
 from lightning_amp.compare import ArmRun, Task
 from lightning_amp.measure import DeviceClock
 from lightning_amp.measure import _device_clock as clock_module
@@ -60,8 +60,7 @@ class Rows(L.LightningDataModule):
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrix products that a CPU computes at once."""
     for name in ("_SIZES", "_SHORT_SIZES"):
-        monkeypatch.setattr(_examine_machine, name, {"cuda": (32, 64), "other": (32, 64)})
-    monkeypatch.setattr(_examine_machine, "_IMAGES", dict.fromkeys(("cuda", "other"), ((2, 4, 8),)))
+        monkeypatch.setattr(_machine, name, {"cuda": (32, 64), "other": (32, 64)})
 
 
 @pytest.mark.usefixtures("small")

@@ -13,7 +13,7 @@ from support import Toy, batches
 from zoo.slow import Project, mlp, rows
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, doctor
-from lightning_amp.advice import _examine_step
+from lightning_amp.advice import _doctor
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -36,7 +36,7 @@ def examined(make_module: Any = Toy, make_data: Any = Data, **arguments: Any) ->
 def test_the_machine_alone() -> None:
     report = doctor(device="cpu")
     assert report.step is None
-    assert report.findings[-1].code == "precision"
+    assert [finding.code for finding in report.findings] == ["nothing-to-do"]
 
 
 def test_module_and_random_state_are_as_before() -> None:
@@ -131,7 +131,7 @@ def test_a_failed_variant_is_reported_and_the_others_run(monkeypatch: pytest.Mon
     def fails(module: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(_examine_step, "fuse_optimizers", fails)
+    monkeypatch.setattr(_doctor, "fuse_optimizers", fails)
     step = examined(lambda: Project(mlp(256), fused=False), rows(8, 512)).step
     assert "fused=True: there was not enough memory" in step.notes
     assert step.variant("fp32") is not None

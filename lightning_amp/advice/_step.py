@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 from typing import Literal, NamedTuple
@@ -12,19 +13,21 @@ from typing import Literal, NamedTuple
 from typing_extensions import final
 
 from lightning_amp._user_line import Place
-from lightning_amp.measure import FORWARD, OPTIMIZER, SpeedComparison
+from lightning_amp.advice._machine import Sizes, compare
+from lightning_amp.measure import BACKWARD, DATA, FORWARD, OPTIMIZER, REST, SpeedComparison
 
-Label = Literal["as it is", "fp32", "fused=True", "channels_last", "without fp32_modules", "4 times the batch"]
+Label = Literal["as it is", "fp32", "fused=True", "channels_last"]
 """The change in a variant of a step."""
 AS_IT_IS: Label = "as it is"
 IN_FP32: Label = "fp32"
 FUSED: Label = "fused=True"
 CHANNELS_LAST: Label = "channels_last"
-WITHOUT_RULES: Label = "without fp32_modules"
-LARGER_BATCH: Label = "4 times the batch"
-TIMES_LARGER = 4
 
-Setting = Literal["anomaly detection", "deterministic algorithms"]
+_CHANGED: dict[Label, tuple[str, ...]] = {
+    FUSED: (OPTIMIZER, REST),
+    CHANNELS_LAST: (FORWARD, BACKWARD),
+}
+"""The parts of a step that a change can make faster: a fused optimizer also takes over checks, in the rest."""
 
 _EMPTY = {"t", "view", "detach", "transpose", "expand", "slice", "select", "unsqueeze", "permute", "_unsafe_view"}
 """Operations that compute nothing, so their time is the cost of any operation call."""
@@ -62,7 +65,7 @@ class Operation:
     seconds: float = 0.0
     dtype: str = ""
     flops: int = 0
-    sizes: tuple[int, int, int] | None = None
+    sizes: Sizes | None = None
     is_convolution: bool = False
     channels_last: bool = False
     cast_bytes: int = 0
@@ -100,11 +103,6 @@ class Loss(NamedTuple):
 
     rows: int
     classes: int
-
-    @property
-    def numel(self) -> int:
-        """Return the number of elements of the softmax input."""
-        return self.rows * self.classes
 
 
 @final
@@ -207,7 +205,6 @@ class Memory:
         casts: Copies in another format.
         temporaries: Tensors that exist only in the step of an optimizer.
         peak: All together.
-        of_batch: The most that activations, logits and casts hold at once, at any moment of the step.
 
     """
 
@@ -219,7 +216,6 @@ class Memory:
     casts: int
     temporaries: int
     peak: int
-    of_batch: int
 
 
 @final
@@ -235,46 +231,40 @@ class OptimizerFacts:
 @final
 @dataclass(frozen=True)
 class Loading:
-    """How batches are loaded.
+    """A plain `DataLoader`.
 
     Attributes:
-        wait_s: Seconds that a step waits for its batch.
-        restart_s: The part of `wait_s` in which the loader began an epoch.
-        tried: Numbers of workers that were tried with the loader alone, and the seconds per batch. For a stream, only
-            numbers of workers at which each row is served once.
-        is_stream: Whether the loader reads an `IterableDataset`, of which each worker may serve every row.
+        restart_s: The part of a step's wait for data in which the loader began an epoch.
+        is_stream: Whether it reads an `IterableDataset`, of which each worker may serve every row.
 
     """
 
     workers: int
-    wait_s: float
     restart_s: float = 0.0
     persistent: bool = False
-    tried: tuple[tuple[int, float], ...] = ()
     is_stream: bool = False
 
 
 @final
 @dataclass(frozen=True)
 class Unaligned:
-    """Matrix products of one size that is not aligned, timed with padding.
+    """Matrix products of one size that is not aligned.
 
     Attributes:
         sizes: Rows, depth, columns.
         module: The first module whose forward computes it.
         flops: FLOPs of all of them, forward and backward.
-        seconds: Time of all of them.
         padded_speed: How much faster one product is with padded sizes; `None` if it was not measured.
+        saved_s: Seconds of a step that padding saves.
 
     """
 
-    sizes: tuple[int, int, int]
-    padded: tuple[int, int, int]
+    sizes: Sizes
+    padded: Sizes
     module: str
     flops: int
-    seconds: float = 0.0
-    padded_seconds: float = 0.0
     padded_speed: SpeedComparison | None = None
+    saved_s: float = 0.0
 
 
 @final
@@ -286,18 +276,18 @@ class Step:
         precision: The precision, as :class:`AmpPrecision` names it.
         plugin: The line of code that makes the plugin.
         batch_size: Rows of a batch; 0 if unknown.
-        parts: Mean seconds of a step by part: `"data"`, `"forward"`, `"backward"`,
-            `"checks, unscaling and clipping"`, `"optimizer"`, `"callbacks"`, `"rest"`.
-        num_timed: Number of steps behind `parts` and `callbacks`.
-        callbacks: Mean seconds of a step by callback.
+        parts: Mean seconds of a step by part: `"data"`, `"forward"`, `"backward"`, `"optimizer"`, `"rest"`; empty if no
+            step was timed, because the loss scale did not settle.
+        num_timed: Number of steps behind `parts`.
         recorded: One step, operation by operation.
         fp32_recorded: The same step in fp32; `None` if it could not run.
-        fp32_product_share: The share of a step in fp32 that half precision could make faster: its matrix products.
         fp32_memory: Memory at the peak in fp32; `None` if it could not run.
         loading: How batches are loaded; `None` if the loader is not a plain `DataLoader`.
         unaligned: Products whose sizes are not aligned, the most FLOPs first.
         alignment: The number that sizes should be multiples of.
-        skipped: Number of steps that were skipped while the loss scale settled.
+        num_seen: Number of steps after the loss scale had time to settle.
+        num_bad: How many of them were not finite.
+        bad_loss: Whether the loss of the recorded step was not finite.
         notes: Measurements that failed, and why.
 
     """
@@ -308,10 +298,8 @@ class Step:
     num_parameters: int
     parts: Mapping[str, float]
     num_timed: int
-    callbacks: Mapping[str, float]
     recorded: Recording
     fp32_recorded: Recording | None = None
-    fp32_product_share: float = 0.0
     memory: Memory
     fp32_memory: Memory | None = None
     optimizers: tuple[OptimizerFacts, ...]
@@ -319,8 +307,9 @@ class Step:
     unaligned: tuple[Unaligned, ...] = ()
     alignment: int = 8
     variants: tuple[Variant, ...] = ()
-    settings: tuple[Setting, ...] = ()
-    skipped: int = 0
+    num_seen: int = 1
+    num_bad: int = 0
+    bad_loss: bool = False
     notes: tuple[str, ...] = ()
 
     def variant(self, label: Label) -> Variant | None:
@@ -335,3 +324,28 @@ class Step:
     def share(self, part: str) -> float:
         """Return the share of a step that a part takes."""
         return self.parts.get(part, 0.0) / max(self.seconds, 1e-12)
+
+    def speed(self, label: Label, base: Label = AS_IT_IS) -> SpeedComparison | None:
+        """Return the measured speed of a variant relative to another; `None` if one of them was not timed."""
+        changed, before = self.variant(label), self.variant(base)
+        return None if changed is None or before is None else compare(changed.step_s, before.step_s)
+
+    def gain(self, label: Label) -> SpeedComparison | None:
+        """Return the speed of a change relative to the unchanged step, limited by :meth:`most_gain`.
+
+        `None` if it was not timed, or if its whole interval lies above that limit, which only noise can cause.
+        """
+        found, most = self.speed(label), self.most_gain(label)
+        if found is None or found.ratio <= most:
+            return found
+        if found.low is None or found.high is None or found.low > most:
+            return None
+        return replace(found, ratio=most, high=min(found.high, most))
+
+    def most_gain(self, label: Label) -> float:
+        """Return the highest possible gain of a change (Amdahl): all other parts of the step keep their time."""
+        whole = sum(seconds for part, seconds in self.parts.items() if part != DATA)  # races time no loading
+        if label not in _CHANGED or not whole:
+            return math.inf
+        share = sum(self.parts.get(part, 0.0) for part in _CHANGED[label]) / whole
+        return 1 / (1 - share) if share < 1 else math.inf
