@@ -233,16 +233,10 @@ def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> tor
     if device is None:
         return device_of_trainer(kwargs)
     try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"`device` must be a device such as 'cpu' or 'cuda:0', got {device!r}.") from error
-    if found.type == "cpu":
-        return found
-    here = torch.accelerator.current_accelerator(True)
-    if here is None or here.type != found.type:
-        name = found.type.upper()
-        raise ValueError(f"`device` is {device!r}, and there is no {name} device here. Pass 'cpu', or nothing.")
-    return found if ":" in str(found) else torch.device(found.type, torch.accelerator.current_device_index())
+        return torch.empty(0, device=device).device
+    except Exception as error:
+        rule = "a device of this machine, such as 'cpu' or 'cuda:0'"
+        raise ValueError(f"`device` must be {rule}, got {device!r} ({error}).".replace("\n", " ")) from error
 
 
 @contextmanager

@@ -35,7 +35,7 @@ _TRAPS = (
     ("cuda", ">=2.12", "`rms_norm` in fp32 even if its input and weight are bf16", 188955),
     ("cpu", ">=2.13,<2.14", "dilated and grouped convolutions in bf16 4 to 16 times as slow as torch 2.12", 183815),
 )
-"""What versions of torch compute slowly: type of device, versions, the fault, and the number of torch's issue."""
+"""Slow operations of some versions of torch: type of device, versions, the operation, and torch's issue."""
 
 
 @final
@@ -77,7 +77,7 @@ class Machine:
         versions: Installed versions by package.
         tf32: Whether fp32 products may be computed in TF32 (on a CPU: in bf16); `None` where there is no such switch.
         precision: The choice of `"auto"` here.
-        traps: What the installed torch computes slowly.
+        traps: Operations that the installed torch is known to compute slowly.
         notes: Measurements that failed, and why.
 
     """

@@ -67,7 +67,7 @@ class Laps(Callback):
 @final
 @dataclass(frozen=True)
 class Track:
-    """What all contestants share: device, Trainer arguments, batches, and the data module, if there is one."""
+    """The device, Trainer arguments, batches, and data module (if there is one) of all contestants."""
 
     device: torch.device
     trainer_kwargs: Mapping[str, Any]

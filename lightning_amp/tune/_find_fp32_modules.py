@@ -41,10 +41,10 @@ def find_fp32_modules(
         trainer = L.Trainer(plugins=[AmpPrecision("bf16", fp32_modules=rules)])
 
     A copy of the module is trained in fp32 for some steps. From the weights of the first, the eleventh and the
-    fourteenth step, private fits then train one step each and validate some batches: once in fp32, and once for each
-    set of modules that is tried, with `AmpPrecision(precision, fp32_modules=...)`. Modules are added, those whose
-    outputs and gradients are furthest from fp32 first, until every error is within `tolerance`. Then as many modules
-    as possible are left out again, and modules are replaced by parts of them. For fp16 it chooses a loss scale at which
+    fourteenth step, private fits then train one step each and validate some batches. This is done once in fp32, and
+    once for each set of modules that is tried, with `AmpPrecision(precision, fp32_modules=...)`. Modules are added,
+    those whose outputs are furthest from fp32 first, until every error is within `tolerance`. Then as many modules as
+    possible are left out again, and modules are replaced by parts of them. For fp16 it chooses a loss scale at which
     gradients fit, if there is one.
 
     The search has seen only the first steps, a few batches, and one initialisation: compare whole runs before you rely

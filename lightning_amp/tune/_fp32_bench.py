@@ -64,7 +64,7 @@ class Point(NamedTuple):
 
 @final
 class Setting(NamedTuple):
-    """What all fits share: the device, the user's Trainer arguments, and the data module."""
+    """The device, the user's Trainer arguments and the data module, which all fits share."""
 
     device: torch.device
     trainer_kwargs: Mapping[str, Any]
@@ -104,8 +104,7 @@ class _Record(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._number in STEPS and self._batch is not None:
-            state = state_of(pl_module), RandomState.capture(self._where.type)
-            self.points.append(Point(self._batch, *state))
+            self.points.append(Point(self._batch, state_of(pl_module), RandomState.capture(self._where.type)))
         self._number += 1
 
     @override
@@ -230,73 +229,43 @@ class Bench:
         return inside
 
     def suspicion(self) -> dict[str, float]:
-        """Rate the modules by their error in low precision: noise over signal in dB, the mean of output and gradient.
+        """Rate the modules by the error of their outputs in low precision: noise over signal in dB.
 
-        The module to blame has both a bad output and a bad gradient. Modules before it have only bad gradients, modules
-        after it only bad outputs. Values that are not finite rate highest; among equals, the module that ran first.
+        Values that are not finite rate highest; among equals, the module that ran first.
         """
-        outputs, inside = dict[str, Tensor](), dict[str, Tensor]()
-
-        def compare(name: str, module: nn.Module, args: Any, output: Any) -> None:
-            pairs = list(zip(self._outputs.get(name, []), _floating(output), strict=False))
-            if name not in outputs and pairs and all(true.shape == found.shape for true, found in pairs):
-                outputs[name] = torch.stack([fidelity_sums(*pair) for pair in pairs]).sum(0)
-
-        try:
-            run = self._in_low((), compare)
-        except RuntimeError as error:  # if the step fails, no module is rated
-            if is_out_of_memory(error):
-                raise
-            return {}
-        for name, true in self._reference.gradients[0].items():
-            if name in run.gradients[0]:
-                sums = fidelity_sums(true, run.gradients[0][name])
-                for outer in _outer(name):
-                    inside[outer] = inside[outer] + sums if outer in inside else sums
         rated: dict[str, float] = {}
-        for number, name in enumerate(self._outputs):
-            noise = [_noise_db(sums[name]) for sums in (outputs, inside) if name in sums]
-            if noise:
-                rated[name] = sum(noise) / len(noise) - 1e-6 * number
+
+        def rate(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            pairs = list(zip(self._outputs.get(name, []), _floating(output), strict=False))
+            if name not in rated and pairs and all(true.shape == found.shape for true, found in pairs):
+                noise = -float(fidelity(torch.stack([fidelity_sums(*pair) for pair in pairs]).sum(0))[0])
+                rated[name] = (_NOT_FINITE_DB if math.isnan(noise) else noise) - 1e-6 * len(rated)
+
+        self._in_low((), rate)
         return rated
 
     def distance(self, rules: Sequence[str] = ()) -> Distance:
         """Measure the distance from fp32 with rules in addition to the user's own."""
-        try:
-            run = self._in_low(rules)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            return Distance(math.inf, {}, in_one_line(error))
-        if not all_finite(run.losses):
-            return Distance(math.inf, {}, "the loss is not finite")
+        run, true = self._in_low(rules), self._reference
+        if run is None or not all_finite(run.losses):
+            return Distance(math.inf, {}, self._failure if run is None else "the loss is not finite")
         if not all_finite(run.all_gradients):
             at = " at any loss scale" if self._first_scale else ""
             return Distance(math.inf, {}, f"gradients are not finite{at}")
-        errors = [
-            _relative_difference(true, found)
-            for true, found in zip(self._reference.gradients, run.gradients, strict=True)
-        ]
-        metrics = {
-            name: _relative_error(run.metrics[name], true)
-            for name, true in self._reference.metrics.items()
-            if name in run.metrics
-        }
-        return Distance(max(errors), metrics)
+        gradients = max(_relative_difference(*pair) for pair in zip(true.gradients, run.gradients, strict=True))
+        shared = [name for name in true.metrics if name in run.metrics]
+        return Distance(gradients, {name: _relative_error(run.metrics[name], true.metrics[name]) for name in shared})
 
     def speed(self, rules: Sequence[str]) -> SpeedComparison | None:
         """Compare forward and backward with the rules and without them; `None` if one of them does not run."""
-        runs = {
-            "with": lambda: self._in_low(rules, timed=True).seconds,
-            "without": lambda: self._in_low((), timed=True).seconds,
-        }
-        try:
-            seconds = in_rounds(runs, lambda number: runs if number < _ROUNDS else ())
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            return None
-        return SpeedComparison.of_rounds(seconds["with"], seconds["without"], 0.99)
+
+        def seconds(rules: Sequence[str]) -> float:
+            run = self._in_low(rules, timed=True)
+            return math.nan if run is None else run.seconds
+
+        runs = {"with": partial(seconds, rules), "without": partial(seconds, ())}
+        found = in_rounds(runs, lambda number: runs if number < _ROUNDS else ())
+        return SpeedComparison.of_rounds(found["with"], found["without"], 0.99)
 
     def repeats_itself(self) -> float:
         """Run the steps in fp32 again, and return the relative change of the gradient: 0 if it is reproducible."""
@@ -308,13 +277,22 @@ class Bench:
         with fp32_throughout(self._setting.device.type):
             return self._run(self._full, AmpPrecision("fp32"), saw)
 
-    def _in_low(self, rules: Sequence[str], saw: Saw | None = None, *, timed: bool = False) -> Run:
-        """Run in low precision; in fp16, at the first of some falling loss scales at which gradients are finite."""
+    def _in_low(self, rules: Sequence[str], saw: Saw | None = None, *, timed: bool = False) -> Run | None:
+        """Run in low precision; in fp16, at the first of some falling loss scales at which gradients are finite.
+
+        `None` if the step does not run.
+        """
         arguments: dict[str, Any] = {**self._arguments, "scaler": self._first_scale}
         arguments["fp32_modules"] = [*arguments.get("fp32_modules", ()), *rules]
         while True:
-            with nullcontext() if timed else Fp32Draws():
-                run = self._run(self._low, AmpPrecision(**arguments), saw)
+            try:
+                with nullcontext() if timed else Fp32Draws():
+                    run = self._run(self._low, AmpPrecision(**arguments), saw)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                self._failure = in_one_line(error)
+                return None
             scale = arguments["scaler"]
             if scale is None or scale <= _LOWEST_SCALE or all_finite(run.all_gradients) or not all_finite(run.losses):
                 return run
@@ -334,25 +312,18 @@ class Bench:
         return run
 
     def _require_finite(self) -> None:
-        bad = [
-            f"the gradient of `{n}`"
-            for step in self._reference.gradients
-            for n, g in step.items()
-            if not all_finite([g])
+        found = self._reference
+        bad = [] if all_finite(found.losses) else ["the loss"]
+        bad += [
+            f"the gradient of `{name}`" for step in found.gradients for name in step if not all_finite([step[name]])
         ]
-        bad = ["the loss"] if not all_finite(self._reference.losses) else bad
+        bad += [f"the metric `{name}`" for name, value in found.metrics.items() if not math.isfinite(value)]
         if bad:
             raise NothingHelps(
                 f"No precision can help: in fp32 {bad[0]} is not finite. Fix this first: `OverflowLocator` in a run"
-                " with `AmpPrecision('fp32')` shows where it begins."
+                f" with `AmpPrecision('fp32')` shows where it begins. If a metric needs more than"
+                f" {self.num_validation} batches, do not log it in the module that `make_module` returns."
             )
-        for name, value in self._reference.metrics.items():
-            if not math.isfinite(value):
-                raise NothingHelps(
-                    f"No precision can help: in fp32 the metric `{name}` is not finite ({value}, validation with"
-                    f" {self.num_validation} batches). Fix this first. If the metric only needs more batches, do not"
-                    " log it in the module that `make_module` returns."
-                )
 
 
 def names_of(root: nn.Module) -> dict[str, nn.Module]:
@@ -360,16 +331,14 @@ def names_of(root: nn.Module) -> dict[str, nn.Module]:
 
     It leaves out metrics, which compute in fp32 anyway, and TorchScript modules, whose submodules cannot be changed.
     """
-    by_module: dict[nn.Module, str] = {}
-    closed: set[nn.Module] = set()
+    closed = {
+        m for one in root.modules() if is_metric(one) or isinstance(one, torch.jit.ScriptModule) for m in one.modules()
+    }
+    first: dict[nn.Module, str] = {}
     for name, module in root.named_modules(remove_duplicate=False):
-        if module in closed or module is root:
-            continue
-        if is_metric(module) or isinstance(module, torch.jit.ScriptModule):
-            closed.update(module.modules())
-        else:
-            by_module.setdefault(module, _modules.plain_name(name))
-    return {name: module for module, name in by_module.items()}
+        if module is not root and module not in closed:
+            first.setdefault(module, _modules.plain_name(name))
+    return {name: module for module, name in first.items()}
 
 
 def _outer(name: str) -> list[str]:
@@ -407,11 +376,6 @@ def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 def _floating(output: Any) -> list[Tensor]:
     return [t for _, t in tensors_in(output) if t.is_floating_point() and t.layout is torch.strided]
-
-
-def _noise_db(sums: Tensor) -> float:
-    decibels = float(fidelity(sums)[0])
-    return _NOT_FINITE_DB if math.isnan(decibels) else -decibels
 
 
 def _relative_difference(reference: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:

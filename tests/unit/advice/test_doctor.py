@@ -142,7 +142,7 @@ def test_a_failed_variant_is_reported_and_the_others_run(monkeypatch: pytest.Mon
     [
         ({"precision": "fp7"}, "`precision` must be one of"),
         ({"precision": "fp8"}, "cannot run precision 'fp8'"),
-        ({"device": "gpu7"}, "`device` must be a device such as 'cpu' or 'cuda:0', got 'gpu7'"),
+        ({"device": "gpu7"}, "`device` must be a device of this machine, such as 'cpu' or 'cuda:0', got 'gpu7'"),
         ({"trainer_kwargs": {"precision": "bf16"}}, "`trainer_kwargs` must not have 'precision'"),
         ({"make_module": Toy()}, "`make_module` must be callable without arguments"),
         ({"make_module": None}, "`make_data` must be passed together with `make_module`"),
@@ -155,7 +155,7 @@ def test_arguments_that_are_refused(arguments: dict[str, Any], message: str) -> 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="there is no CUDA device here"):
+    with pytest.raises(ValueError, match="`device` must be a device of this machine.*got 'cuda'"):
         doctor(device="cuda")
 
 
