@@ -33,7 +33,6 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "command_help",
-    "events_of_a_step",
     "links",
     "tables",
 ]

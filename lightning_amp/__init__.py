@@ -1,69 +1,55 @@
 """Mixed precision for PyTorch Lightning that changes rounding, speed and memory, and nothing else."""
 
 import importlib as _importlib
+import importlib.util as _util
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
-    from lightning_amp.advice import doctor
-    from lightning_amp.callbacks import GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
-    from lightning_amp.compare import LocalDevices, PrecisionReport, compare_precisions
-    from lightning_amp.findings import StepRecord
-    from lightning_amp.precision import AmpPrecision, FabricAmpPrecision, FSDPAmpPrecision
-    from lightning_amp.scaling import DynamicLossScaler
-    from lightning_amp.tune import find_batch_size, find_fp32_modules
+    from lightning_amp.advice import doctor as doctor
+    from lightning_amp.callbacks import GradientMonitor as GradientMonitor
+    from lightning_amp.callbacks import MetricComparison as MetricComparison
+    from lightning_amp.callbacks import OverflowLocator as OverflowLocator
+    from lightning_amp.callbacks import ScaleMonitor as ScaleMonitor
+    from lightning_amp.compare import LocalDevices as LocalDevices
+    from lightning_amp.compare import PrecisionReport as PrecisionReport
+    from lightning_amp.compare import compare_precisions as compare_precisions
+    from lightning_amp.findings import StepRecord as StepRecord
+    from lightning_amp.precision import AmpPrecision as AmpPrecision
+    from lightning_amp.precision import FabricAmpPrecision as FabricAmpPrecision
+    from lightning_amp.precision import FSDPAmpPrecision as FSDPAmpPrecision
+    from lightning_amp.scaling import DynamicLossScaler as DynamicLossScaler
+    from lightning_amp.tune import find_batch_size as find_batch_size
+    from lightning_amp.tune import find_fp32_modules as find_fp32_modules
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AmpPrecision",
-    "DynamicLossScaler",
-    "FSDPAmpPrecision",
-    "FabricAmpPrecision",
-    "GradientMonitor",
-    "LocalDevices",
-    "MetricComparison",
-    "OverflowLocator",
-    "PrecisionReport",
-    "ScaleMonitor",
-    "StepRecord",
-    "__version__",
-    "compare_precisions",
-    "doctor",
-    "find_batch_size",
-    "find_fp32_modules",
-]
-
-_PUBLIC = {
-    "advice": ("doctor",),
-    "callbacks": ("GradientMonitor", "MetricComparison", "OverflowLocator", "ScaleMonitor"),
-    "compare": ("LocalDevices", "PrecisionReport", "compare_precisions"),
-    "findings": ("StepRecord",),
-    "precision": ("AmpPrecision", "FSDPAmpPrecision", "FabricAmpPrecision"),
-    "scaling": ("DynamicLossScaler",),
-    "tune": ("find_batch_size", "find_fp32_modules"),
+_ROOM_OF = {
+    "AmpPrecision": "precision",
+    "DynamicLossScaler": "scaling",
+    "FSDPAmpPrecision": "precision",
+    "FabricAmpPrecision": "precision",
+    "GradientMonitor": "callbacks",
+    "LocalDevices": "compare",
+    "MetricComparison": "callbacks",
+    "OverflowLocator": "callbacks",
+    "PrecisionReport": "compare",
+    "ScaleMonitor": "callbacks",
+    "StepRecord": "findings",
+    "compare_precisions": "compare",
+    "doctor": "advice",
+    "find_batch_size": "tune",
+    "find_fp32_modules": "tune",
 }
-_ROOM_OF = {name: room for room, names in _PUBLIC.items() for name in names}
-_ROOMS = (
-    "casting",
-    "causes",
-    "cli",
-    "measure",
-    "numerics",
-    "reports",
-    "shadow",
-    "skipped_steps",
-    "tracing",
-    *_PUBLIC,
-)
+__all__ = ["__version__", *_ROOM_OF]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> _typing.Any:
     """Import a public name or a folder on first use, because importing Lightning takes seconds."""
-    if name in _ROOMS:
-        return _importlib.import_module(f"{__name__}.{name}")
-    if name not in _ROOM_OF:
+    path = f"{__name__}.{_ROOM_OF.get(name, name)}"
+    if _util.find_spec(path) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(_importlib.import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
+    module = _importlib.import_module(path)
+    value = globals()[name] = getattr(module, name) if name in _ROOM_OF else module
     return value
 
 

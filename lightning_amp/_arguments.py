@@ -20,13 +20,6 @@ def require(fine: bool, name: str, rule: str, value: object, next_step: str = ""
         raise ValueError(f"`{name}` must be {whole} got {literal(value)}.{advice}")
 
 
-def require_number(name: str, value: Any, least: float, most: float = math.inf, *, optional: bool = False) -> None:
-    """Refuse a value that is not a number from `least` to `most`; `None` is legal if it is `optional`."""
-    fine = (is_number(value, finite=False) and least <= value <= most) or (optional and value is None)
-    rule = f"a number of {least:g} or more" if most == math.inf else f"a number from {least:g} to {most:g}"
-    require(fine, name, rule, value, none="or `None`" if optional else "")
-
-
 def require_count(name: str, value: object, least: int = 1, *, none: str = "") -> None:
     """Refuse a value that is not an integer of `least` or more; `None` is legal if `none` explains what it means."""
     rule = f"an integer of {least} or more"
@@ -40,22 +33,17 @@ def require_bool(name: str, value: object) -> None:
 
 def require_choice(name: str, value: object, choices: Sequence[str], next_step: str = "") -> None:
     """Refuse a value that is not among the choices."""
-    rule = " or ".join(f'"{choice}"' for choice in choices) if len(choices) == 2 else f"one of {list(choices)}"
-    require(value in choices, name, rule, value, next_step)
+    require(value in choices, name, " or ".join(f'"{choice}"' for choice in choices), value, next_step)
 
 
 def checked_rules(name: str, rules: object, legal: str, example: str, base: type | None = None) -> tuple[Any, ...]:
     """Return a sequence of globs, and of classes derived from `base` if given, as a tuple; refuse anything else."""
-
-    def is_rule(value: object) -> bool:
-        return bool(value) if isinstance(value, str) else isinstance(value, type) and issubclass(value, base or ())
-
     one = rules.__name__ if isinstance(rules, type) else repr(rules if isinstance(rules, str) else example)
     fine = isinstance(rules, Iterable) and not isinstance(rules, (str, type))
     require(fine, name, "a sequence of rules", rules, f"Write `{name}=[{one}]`.")
-    checked = tuple(cast(Iterable[object], rules))
+    checked = tuple(cast(Iterable[Any], rules))
     for rule in checked:
-        if not is_rule(rule):
+        if rule == "" or not (isinstance(rule, str) or (isinstance(rule, type) and issubclass(rule, base or ()))):
             raise ValueError(f"`{name}` must hold {legal}; got {rule!r}.")
     return checked
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_PLAIN = (list, tuple, dict)
-
 
 def to_fp32(data: Any, dtypes: tuple[torch.dtype, ...]) -> Any:
     """Cast tensors of these dtypes to float32, wherever :func:`replace` finds them; leave everything else alone."""
@@ -22,53 +20,44 @@ def replace(data: Any, function: Callable[[Any], Any]) -> Any:
     """Replace each value by `function(value)`, and return the result; the caller's object is not changed.
 
     It searches lists, tuples (including named tuples) and other sequences, mappings, and dataclasses, frozen or not. A
-    container without replaced values is returned unchanged; others are copied.
+    container without replaced values is returned unchanged; others are copied. Lightning's `apply_to_collection` copies
+    all of them, and refuses frozen dataclasses.
 
     Args:
         data: A value or a container.
-        function: Is called with each value except plain lists, tuples and dictionaries. If it returns another object,
-            that object is used, and its inside is not searched.
+        function: Is called with each value, containers too. If it returns another object, that object is used, and its
+            inside is not searched.
 
     """
-    if type(data) not in _PLAIN:
-        new = function(data)
-        if new is not data or isinstance(data, (Tensor, str, bytes, range)):
-            return new
-    if isinstance(data, (list, tuple, Sequence)):
-        items = [replace(item, function) for item in data]
-        if all(new is old for new, old in zip(items, data, strict=True)):
-            return data
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)  # pyright: ignore[reportCallIssue]
-    if isinstance(data, (dict, Mapping)):
-        changed = _changed(data, function)
-        if not changed:
-            return data
-        if type(data) is dict or not isinstance(data, MutableMapping):
-            return type(data)({**data, **changed})  # pyright: ignore[reportCallIssue]
-        result: Any = copy.copy(data)  # a copy keeps the type and attributes of the mapping
-        for key, value in changed.items():
-            result[key] = value
-        return result
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        fields = dataclasses.fields(data)
-        changed = _changed({field.name: getattr(data, field.name, None) for field in fields}, function)
-        if not changed:
-            return data
-        result = copy.copy(data)  # `dataclasses.replace` would run `__post_init__` again
-        for name, value in changed.items():
-            object.__setattr__(result, name, value)
-        return result
-    return data
-
-
-def _changed(data: Mapping[Any, Any], function: Callable[[Any], Any]) -> dict[Any, Any]:
-    # A loop, because `torch.compile` cannot trace a comprehension with `:=`.
+    new = function(data)
+    if new is not data or isinstance(data, (Tensor, str, bytes, range)):
+        return new
+    is_mapping, is_sequence, kind = isinstance(data, Mapping), isinstance(data, Sequence), type(data)
+    if is_mapping or is_sequence:
+        parts: Any = data.items() if is_mapping else enumerate(data)
+    elif dataclasses.is_dataclass(kind):
+        parts = [(field.name, getattr(data, field.name, None)) for field in dataclasses.fields(data)]
+    else:
+        return data
     changed: dict[Any, Any] = {}
-    for key, old in data.items():
+    for key, old in parts:  # a loop, because `torch.compile` cannot trace a comprehension with `:=`
         new = replace(old, function)
         if new is not old:
             changed[key] = new
-    return changed
+    if not changed:
+        return data
+    if is_sequence:
+        items = [changed.get(i, item) for i, item in enumerate(data)]
+        return kind(*items) if hasattr(data, "_fields") else kind(items)
+    if kind is dict or (is_mapping and not isinstance(data, MutableMapping)):
+        return kind({**data, **changed})
+    result = copy.copy(data)  # keeps the type and the attributes; `dataclasses.replace` would run `__post_init__`
+    for key, new in changed.items():
+        if is_mapping:
+            result[key] = new
+        else:
+            object.__setattr__(result, key, new)
+    return result
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

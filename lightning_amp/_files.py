@@ -1,36 +1,77 @@
-"""Write files that are never half written."""
+"""Write files that are never half written, and read them: on this machine or at a URL of fsspec."""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 import secrets
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from lightning_amp._urls import location, upload
+from fsspec import get_filesystem_class
+from fsspec.core import split_protocol, url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
-try:
-    import fcntl
-except ImportError:  # Windows cannot remove a file that a process has open
-    fcntl = None
+from lightning_amp._arguments import require
 
 LEFTOVER = ".lightning-amp.tmp"
-"""Suffix of unfinished files.
+"""Suffix of unfinished files. One stays if the process that writes it is killed; no later write removes it, because it
+may belong to a process that still writes it."""
 
-If the process that was writing one has died, the next write into the folder removes the file.
-"""
+_LOST_SLASH = re.compile(r"[\w+.-]{2,}:[/\\](?!/)")
+"""Matches `s3:/bucket`, a folder on this machine that `pathlib.Path` makes of a URL."""
+
+
+def is_url(path: object) -> bool:
+    """Return whether a path is a URL, or an object whose `str` is a URL (`UPath`)."""
+    return split_protocol(str(path))[0] is not None
+
+
+def location(path: str | os.PathLike[str], name: str = "path") -> Path | str:
+    """Return a path on this machine as a `Path`, and a URL as a string. `file://` is a path on this machine.
+
+    Raises:
+        ValueError: If the path is empty, if the URL lacks a slash, or if fsspec does not know the protocol. The message
+            names the argument: `name`.
+        ImportError: If the driver of the protocol is not installed.
+
+    """
+    text = str(path)
+    rule = "a path, or a URL as a string (`pathlib.Path` drops a slash)"
+    require(bool(text) and not _LOST_SLASH.match(text), name, rule, path)
+    if not is_url(text):
+        return Path(path)
+    try:
+        stores = [get_filesystem_class(protocol) for protocol in text.partition("://")[0].split("::")]
+    except (ValueError, ImportError) as error:
+        raise type(error)(f"`{name}` must be a path or a URL of fsspec, got {text!r}. {error}") from error
+    return Path(url_to_fs(text)[1]) if issubclass(stores[0], LocalFileSystem) else text
+
+
+def child(folder: Path | str, name: str) -> Path | str:
+    """Return the location of a file in a folder."""
+    return folder / name if isinstance(folder, Path) else f"{folder}{'' if folder.endswith('/') else '/'}{name}"
+
+
+def open_text(path: str | os.PathLike[str], name: str = "path") -> IO[str]:
+    """Open a file or a URL to read its text: UTF-8, with or without a byte order mark, with its own line ends."""
+    place = location(path, name)
+    how: dict[str, Any] = {"mode": "r", "newline": "", "encoding": "utf-8-sig"}
+    if isinstance(place, Path):
+        return place.open(**how)
+    store, key = url_to_fs(place)
+    return store.open(key, **how)
 
 
 def write_atomically(
-    path: str | os.PathLike[str], write: Callable[[Any], object], *, mode: Literal["text", "binary"] = "text"
+    path: str | os.PathLike[str], write: Callable[[IO[Any]], object], *, mode: Literal["text", "binary"] = "text"
 ) -> None:
-    """Let `write` fill a new file, and then move it to `path`. Missing folders are made.
+    """Let `write` fill a new file, and then move it to `path`, or upload it if that is a URL. Missing folders are made.
 
-    A process that is killed before the move leaves the old file, and a hidden new file that the next write into the
-    folder removes. For a URL, the new file is in the temporary folder of this machine and is uploaded when it is whole.
+    A process that is killed before the move leaves the old file. A bucket shows no part of an upload either; a server,
+    such as one of SFTP, does.
 
     Args:
         path: The file, or a URL of fsspec.
@@ -38,70 +79,34 @@ def write_atomically(
         mode: Text in UTF-8 with line ends as written, or binary.
 
     Raises:
-        OSError: If the folder cannot be written. No partial file is left behind.
-        ValueError: If fsspec does not support the protocol of the URL.
-        ImportError: If the driver for it is not installed.
+        OSError: If the file cannot be written. No partial file is left behind.
+        ValueError: See :func:`location`; so for `ImportError`.
 
     """
     target = location(path)
+    how: dict[str, Any] = {"mode": "xb"} if mode == "binary" else {"mode": "x", "newline": "", "encoding": "utf-8"}
     if isinstance(target, str):
-        folder, name = Path(tempfile.gettempdir()), target.rpartition("/")[2]
-        with _new_file(folder, name, mode, permissions=0o600) as (new, file):  # other users can read that folder
-            write(file)
-            file.flush()
-            upload(new, target)
+        with tempfile.TemporaryDirectory() as folder:  # the owner's only
+            new = Path(folder) / "new"
+            with new.open(**how) as file:
+                write(file)
+            _upload(new, target)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _new_file(target.parent, target.name, mode) as (new, file):
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-        if fcntl is None:
-            file.close()  # Windows cannot move an open file
-        new.replace(target)  # while the lock is held, so that no process takes it for a leftover
-
-
-@contextlib.contextmanager
-def _new_file(
-    folder: Path, name: str, mode: str, permissions: int = 0o666
-) -> Generator[tuple[Path, IO[Any]], None, None]:
-    """Make a hidden file, and remove it at the end unless it was moved. The umask restricts `permissions`."""
-    _remove_leftovers(folder)
-    path, file = _create(folder, name, mode, permissions)
+    new = target.with_name(f".{target.name}.{secrets.token_hex(4)}{LEFTOVER}")
     try:
-        with file:
-            yield path, file
+        with new.open(**how) as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(target)
     finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        new.unlink(missing_ok=True)
 
 
-def _create(folder: Path, name: str, mode: str, permissions: int) -> tuple[Path, IO[Any]]:
-    """Create a locked file. The system releases the lock when the process dies."""
-    how: dict[str, Any] = {"mode": "xb"} if mode == "binary" else {"mode": "x", "newline": "", "encoding": "utf-8"}
-
-    def opener(path: str, flags: int) -> int:
-        return os.open(path, flags, permissions)
-
-    while True:
-        new = folder / f".{name}.{secrets.token_hex(4)}{LEFTOVER}"
-        file = open(new, **how, opener=opener)  # noqa: SIM115 - `_new_file` closes it
-        if fcntl is None:
-            return new, file
-        with contextlib.suppress(OSError):  # on a file system without locks, leftovers are not cleaned up
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if new.exists():
-            return new, file
-        file.close()  # another process removed it as a leftover before it was locked
-
-
-def _remove_leftovers(folder: Path) -> None:
-    for leftover in folder.glob(f".*{LEFTOVER}"):
-        with contextlib.suppress(OSError):
-            if fcntl is None:
-                leftover.unlink()
-                continue
-            with leftover.open("r+b") as file:
-                # raises OSError while the process that writes the file lives
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                leftover.unlink()
+def _upload(file: Path, url: str) -> None:
+    try:
+        store, key = url_to_fs(url)
+        store.put_file(str(file), key)  # `store.open` would keep half a file if its writer raises
+    except Exception as error:  # drivers raise their own exceptions: no credentials, no connection
+        raise OSError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error

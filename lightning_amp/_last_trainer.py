@@ -22,10 +22,7 @@ class LastTrainer:
     def goes_on(self, trainer: Any) -> bool:
         """Return whether a new fit continues the last one, and remember its Trainer."""
         same = self.knows(trainer)
-        try:
-            self._trainer = weakref.ref(trainer)
-        except TypeError:  # an object that stands in for a Trainer
-            self._trainer = None
+        self._trainer = weakref.ref(trainer)
         return same
 
     def knows(self, trainer: Any) -> bool:

@@ -47,29 +47,18 @@ def code(text: str) -> str:
 
 @final
 class Table(NamedTuple):
-    """A table for Markdown or a terminal. Pipes in cells are escaped."""
+    """A table, whose `str` is Markdown. Pipes in cells are escaped.
+
+    The cells of the `rule` stand below the header: by default `---`, which leaves the alignment open.
+    """
 
     header: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Iterable[Sequence[str]]
     rule: Sequence[str] = ()
 
     @override
     def __str__(self) -> str:
-        return table(self.header, self.rows, self.rule)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], rule: Sequence[str] = ()) -> str:
-    """Write a table of Markdown.
-
-    Args:
-        header: The names of the columns.
-        rows: The cells. Pipes in them are escaped.
-        rule: The cells below the header: by default `---`, which leaves the alignment open.
-
-    """
-    lines = [[*map(_cell, header)], rule or ["---"] * len(header), *([*map(_cell, cells)] for cells in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _cell(text: str) -> str:
-    return _PIPE.sub(r"\1\1\\\2", line(text))
+        lines = [self.header, *self.rows]
+        cells = [[_PIPE.sub(r"\1\1\\\2", line(cell)) for cell in cells] for cells in lines]
+        cells.insert(1, [*(self.rule or ["---"] * len(self.header))])
+        return "\n".join(f"| {' | '.join(row)} |" for row in cells)

@@ -77,11 +77,6 @@ def memory(num_bytes: int) -> str:
     return f"{rounded(num_bytes / 2**10)} KiB"
 
 
-def span(texts: Sequence[str]) -> str:
-    """Write a range, or one text if both ends are the same: `12 to 40`, `12`."""
-    return " to ".join(dict.fromkeys(texts))
-
-
 def _exponent(value: float) -> int | None:
     """Return the exponent of a power of two; `None` for any other number."""
     if not (value > 0 and math.isfinite(value)):

@@ -9,7 +9,6 @@ import sysconfig
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import Literal, NamedTuple
 
 from typing_extensions import final, override
@@ -77,21 +76,6 @@ def is_users(file: str) -> bool:
 def is_own_project(file: str) -> bool:
     """Return whether a file is the user's own, so that they can edit it."""
     return owner_of(file) == "project"
-
-
-def calling_line(frame: FrameType | None) -> Place | None:
-    """Return the innermost line of the user's code in a frame or its callers.
-
-    It is `None` if a frame of this package is reached first.
-    """
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if owner_of(file) == "ours":
-            return None
-        if is_users(file):
-            return Place(file, frame.f_lineno)
-        frame = frame.f_back
-    return None
 
 
 def innermost(lines: Iterable[tuple[str, int]]) -> Place | None:

@@ -138,12 +138,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Print the findings about planted faults, if they were asked for: `-k diseases`."""
     if "diseases" not in (config.getoption("keyword") or ""):
         return
-    from lightning_amp._plain_data import table
+    from lightning_amp._plain_data import Table
 
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
     rows = [value for report in reports for key, value in getattr(report, "user_properties", []) if key == "disease"]
     if rows:
-        terminalreporter.write_line(table(["fault", "named", "cure", "worked"], rows))
+        terminalreporter.write_line(str(Table(["fault", "named", "cure", "worked"], rows)))
 
 
 @pytest.fixture(scope="session")
@@ -177,7 +177,7 @@ def on_machine() -> Iterator[Callable[[str], None]]:
     machines.move_to(machines.NAME)
 
 
-@pytest.fixture(params=["bf16-fast", "bf16-slow", "fp16-native", "none"])
+@pytest.fixture(params=["bf16-fast", "bf16-slow", "fp16-native", "amd", "arm", "none"])
 def machine(request: pytest.FixtureRequest, on_machine: Callable[[str], None]) -> str:
     """Run the test on each of the four kinds of CPU."""
     on_machine(request.param)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as _checkpoint_module
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue, reportMissingModuleSource]
-from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from typing_extensions import final
 
@@ -23,13 +22,6 @@ def norm_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
     from torch.nn.modules.batchnorm import _NormBase
 
     return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-
-
-def has_convolutions(module: torch.nn.Module) -> bool:
-    """Return whether a module contains a convolution. Remove when the common base class of convolutions is public."""
-    from torch.nn.modules.conv import _ConvNd
-
-    return any(isinstance(m, _ConvNd) for m in module.modules())
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
@@ -177,47 +169,23 @@ def fsdp_mixed_precision(reduce_dtype: torch.dtype | None) -> Any:
     )
 
 
-@final
-class CompiledBackwardWithoutAutocast:
-    """Lets `torch.compile` trace backwards outside autocast, as in eager mode, from `start` to `stop` or in a `with`.
+@contextlib.contextmanager
+def compiled_backward_without_autocast() -> Generator[None]:
+    """Let `torch.compile` trace backwards outside autocast inside, as in eager mode.
 
     By default the compiled backward runs under the forward's autocast, so gradients of fp32 regions are half precision
     (pytorch/pytorch#153044). The switch is private, and torch 2.8 does not have it. Remove when its default changes.
-
-    Cost: 3 us for a `with`.
     """
+    from torch._functorch import config
 
-    def __init__(self) -> None:
-        self._before: list[Any] = []  # the values to restore, the innermost last
-
-    @staticmethod
-    def is_possible() -> bool:
-        """Return whether torch has the switch."""
-        from torch._functorch import config
-
-        return hasattr(config, "backward_pass_autocast")
-
-    def __enter__(self) -> None:
-        from torch._functorch import config
-
-        if self.is_possible():
-            self._before.append(config.backward_pass_autocast)
-            config.backward_pass_autocast = "off"
-
-    def __exit__(self, *error: Any) -> None:
-        from torch._functorch import config
-
-        if self._before:
-            config.backward_pass_autocast = self._before.pop()
-
-    def start(self) -> None:
-        """Turn the switch on, if torch has it and it is not on."""
-        if not self._before:
-            self.__enter__()
-
-    def stop(self) -> None:
-        """Restore the switch."""
-        self.__exit__()
+    before = getattr(config, "backward_pass_autocast", None)
+    if before is not None:
+        config.backward_pass_autocast = "off"
+    try:
+        yield
+    finally:
+        if before is not None:
+            config.backward_pass_autocast = before
 
 
 # --- torch: torch.func ---
@@ -264,29 +232,6 @@ outside_function_modes = torch._C.DisableTorchFunction
 
 Remove when torch exports it. The public one leaves the modes on.
 """
-
-
-def watched_backward(
-    loss: Tensor,
-    gradient: Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """Do what `loss.backward(...)` does, so that a `TorchFunctionMode` sees the operations inside.
-
-    A mode handles each public function as one call, and is off during that call. So it would see neither a user's own
-    Function nor the operations that activation checkpointing runs again. Remove when a mode stays on in a backward.
-    """
-    if gradient is None and loss.numel() != 1:
-        loss.backward(None, retain_graph, create_graph, inputs)  # this call raises the usual error
-        return
-    gradient = torch.ones_like(loss) if gradient is None else gradient
-    keep = create_graph if retain_graph is None else retain_graph
-    leaves = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    _engine_run_backward(
-        (loss,), (gradient,), keep, create_graph, leaves, allow_unreachable=True, accumulate_grad=True
-    )  # fmt: skip
 
 
 WRAPPED_CHILDREN = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import platform
-import weakref
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +10,6 @@ from typing import Any
 import torch
 import torch.optim.optimizer as _optimizer_module
 from torch import Tensor
-from torch.utils import _foreach_utils
-from typing_extensions import final
 
 # --- torch: foreach and amp kernels ----------------------------------------------------------------------------------
 # The multi-tensor kernels that `GradScaler` and `torch.optim` run on are private; their public wrappers
@@ -53,19 +49,6 @@ def sparse_values(grad: Tensor) -> Tensor:
 # found_inf flag.
 
 
-_in_graphs: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
-"""Scalers that a CUDA graph has captured. The graph reads and writes the tensors that they had at the capture."""
-
-
-def is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured.
-
-    During a capture the host must not wait, and every replay repeats the decisions made during the capture. Remove when
-    `torch.cuda.is_current_stream_capturing` does not raise in a torch without CUDA.
-    """
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 # Remove when `GradScaler` has a getter that does not wait.
 def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = None) -> Tensor:
     """Return the scale [], which no later update changes.
@@ -74,12 +57,11 @@ def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = Non
     """
     scale = scaler._scale
     if scale is None:
-        scaler._lazy_init_scale_growth_tracker(device or torch.device(scaler._device))
+        with torch.inference_mode(False):
+            scaler._lazy_init_scale_growth_tracker(device or torch.device(scaler._device))
         scale = scaler._scale
     assert scale is not None
-    if is_capturing():
-        _in_graphs.add(scaler)
-    return scale.clone() if scaler in _in_graphs else scale
+    return scale
 
 
 def growth_tracker(scaler: torch.amp.GradScaler) -> Tensor:
@@ -95,16 +77,7 @@ GROWTH_TRACKER = "_growth_tracker"
 
 # Remove when `GradScaler` has a setter.
 def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tensor | None = None) -> None:
-    """Replace the scale (and the growth tracker).
-
-    If a CUDA graph has captured the scaler, keep the memory of both tensors.
-    """
-    if scaler in _in_graphs:
-        assert scaler._scale is not None
-        scaler._scale.copy_(scale)
-        if tracker is not None:
-            growth_tracker(scaler).copy_(tracker)
-        return
+    """Replace the scale (and the growth tracker)."""
     scaler._scale = scale
     if tracker is not None:
         scaler._growth_tracker = tracker
@@ -112,7 +85,6 @@ def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tenso
 
 def reset_scale(scaler: torch.amp.GradScaler, scale: float, tracker: int = 0) -> None:
     """Return a scaler to its state before the first use, with this scale. Remove when `GradScaler` can be reset."""
-    _in_graphs.discard(scaler)
     scaler._init_scale, scaler._init_growth_tracker = scale, tracker
     scaler._scale = scaler._growth_tracker = None
     scaler._per_optimizer_states = _no_optimizer_states()
@@ -130,19 +102,6 @@ def take_found_infs(scaler: torch.amp.GradScaler) -> list[Tensor]:
     states = scaler._per_optimizer_states
     scaler._per_optimizer_states = _no_optimizer_states()
     return [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
-
-
-# Remove when `GradScaler.update` takes a flag.
-def give_found_inf(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
-    """Pass our flag to a scaler of another class, so that its own `update` can be called."""
-    scaler._per_optimizer_states = _no_optimizer_states()
-    scaler._per_optimizer_states[0]["found_inf_per_device"] = {found_inf.device: found_inf}
-
-
-# Remove with `give_found_inf`.
-def has_found_infs(scaler: torch.amp.GradScaler) -> bool:
-    """Return whether a scaler has flags for its next update."""
-    return bool(scaler._per_optimizer_states)
 
 
 def _no_optimizer_states() -> Any:
@@ -174,33 +133,55 @@ def cast_to(parameter: Tensor, copy: Tensor) -> Tensor:
     return alias
 
 
+# Remove when torch can tell whether memory was written to.
+def watch_writes(tensor: Tensor) -> Place | None:
+    """Mark the memory of a tensor on the CPU until the next write to it. Return its place; `None` if it has no mark.
+
+    It makes a copy on write and drops it, which marks the memory and copies nothing. Code that asks torch for a pointer
+    through which memory can be written removes the mark. It may do so through the tensor or any alias (`.data`, a
+    view): operations in place and with `out=`, NumPy, DLPack, `data_ptr()`. Memory that another tensor or library holds
+    is not marked, because the holder may have such a pointer already. A write to a bare address that was taken earlier
+    is not seen.
+
+    On CUDA this would be wrong, because the kernels of `torch._foreach_*_` write through a pointer for reading. Some
+    builds of torch 2.8 cannot count the holders, so nothing is marked.
+    """
+    storage = tensor.untyped_storage()
+    count_uses = getattr(torch._C, "_storage_Use_Count", None)
+    if count_uses is None or count_uses(storage._cdata) > 2:  # `tensor` and `storage` are two
+        return None
+    try:
+        with torch.no_grad():
+            torch._lazy_clone(tensor)
+    except RuntimeError:  # another library has allocated the memory
+        return None
+    return _place(tensor)
+
+
+# Remove with `watch_writes`.
+def is_unwritten(tensor: Tensor, place: Place) -> bool:
+    """Return whether the tensor is in the same place, and its memory still has the mark of :func:`watch_writes`."""
+    return torch._C._is_cow_tensor(tensor) and _place(tensor) == place  # pyright: ignore[reportAttributeAccessIssue]
+
+
+Place = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Address, shape and strides. Remove with `watch_writes`."""
+
+
+def _place(tensor: Tensor) -> Place:
+    return torch._C._data_address(tensor), tensor.shape, tensor.stride()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 # Remove when a hook can find out in which backward it runs.
 def backward_number() -> int:
     """Return the number of the backward that runs in this thread; -1 outside of any."""
     return torch._C._current_graph_task_id()
 
 
-# Remove when a hook can find out whether `backward` or `torch.autograd.grad` runs it.
-def adds_to_gradients(node: Any) -> bool:
-    """Return, inside a backward, whether it adds to `.grad` of a leaf below `node`; `torch.autograd.grad` does not.
-
-    The search stops at the first leaf that decides the answer. If all leaves are hidden in custom functions, the
-    result is `True`.
-    """
-    seen, below, leaves = {node}, [node], False
-    while below:
-        node = below.pop()
-        if hasattr(node, "variable"):  # the node that adds to the `.grad` of a leaf
-            leaves = True
-            try:
-                if torch._C._will_engine_execute_node(node):
-                    return True
-            except RuntimeError:  # "... but we are currently running autograd.grad()"
-                return False
-        nodes = {following for following, _ in getattr(node, "next_functions", ()) if following is not None} - seen
-        seen |= nodes
-        below += nodes
-    return not leaves
+# Remove when torch has a public hook for the end of a backward.
+def call_after_backward(function: Any) -> None:
+    """Call a function, inside of a backward, when that backward has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # --- torch: optimizers -----------------------------------------------------------------------------------------------
@@ -217,12 +198,6 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     torch has a public check.
     """
     return isinstance(optimizer, _FUSED_CLASSES) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-# Remove when torch has a public list.
-def fused_device_types() -> list[str]:
-    """Return the types of devices for which torch has fused optimizers."""
-    return _foreach_utils._get_fused_kernels_supported_devices()
 
 
 # Remove when loading a checkpoint leaves `fused` alone.
@@ -292,84 +267,25 @@ def cpu_capabilities() -> Mapping[str, Any]:
     return {"amx_bf16": torch.cpu._is_amx_tile_supported(), "avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
 
 
-# Remove when torch 2.9, which has `fp32_precision`, is the oldest supported.
-def older_fp32_switches() -> tuple[Any, ...]:
-    """Return substitutes for the switches `fp32_precision` up to torch 2.8, and nothing from torch 2.9 on."""
-    return () if hasattr(torch.backends, "fp32_precision") else (_OlderMatmul(), _OlderCudnn())
-
-
-@final
-class _OlderMatmul:
-    """`torch.set_float32_matmul_precision` as a switch, for cuBLAS and, with "medium", oneDNN."""
-
-    @property
-    def fp32_precision(self) -> str:
-        precision = torch.get_float32_matmul_precision()
-        return "ieee" if precision == "highest" else precision
-
-    @fp32_precision.setter
-    def fp32_precision(self, precision: str) -> None:
-        words = {"ieee": "highest", "none": "highest", "tf32": "high"}
-        torch.set_float32_matmul_precision(words.get(precision, precision))
-
-
-@final
-class _OlderCudnn:
-    """`torch.backends.cudnn.allow_tf32`, for convolutions and recurrent layers, as a switch."""
-
-    @property
-    def fp32_precision(self) -> str:
-        return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
-
-    @fp32_precision.setter
-    def fp32_precision(self, precision: str) -> None:
-        torch.backends.cudnn.allow_tf32 = precision == "tf32"
-
-
-# Remove when a profile has a public list of allocations; `export_memory_timeline` is deprecated and writes a file.
-def peak_of_allocations(profile: Any) -> int:
-    """Return the most bytes that were allocated on the CPU at once in a profile with `profile_memory=True`."""
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    cpu = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
-    held = peak = 0
-    for event in sorted(cpu, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
-# Remove when there is a public check.
-def is_profiling() -> bool:
-    """Return whether a torch profiler is running in this thread. Starting a second one would end it."""
-    return bool(torch.autograd._profiler_enabled())
-
-
-def leaves(tensor: Tensor) -> list[Tensor]:
-    """Return the leaves that a backward of a tensor adds gradients to. Remove when torch lists them."""
-    seen, below = set(), [tensor.grad_fn]
-    found: list[Tensor] = []
-    while below:
-        node: Any = below.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        below += [following for following, _ in node.next_functions]
-    return found
-
-
 # --- wrappers of optimizers ------------------------------------------------------------------------------------------
 
-_WRAPPERS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers", "accelerate.optimizer")
+_WRAPPERS = {
+    "lightning.pytorch.core.optimizer",
+    "pytorch_lightning.core.optimizer",
+    "lightning.fabric.wrappers",
+    "lightning_fabric.wrappers",
+    "accelerate.optimizer",
+}
 
 
-@functools.cache
-def is_wrapper(kind: type[Any]) -> bool:
-    """Return whether objects of a class are wrappers of Fabric or Accelerate. Remove with `unwrap_optimizer`."""
-    return any(base.__module__ in _WRAPPERS for base in kind.__mro__)
+def is_wrapper(optimizer: Any) -> bool:
+    """Return whether an object wraps an optimizer of the user. Remove with `unwrap_optimizer`."""
+    return type(optimizer).__module__ in _WRAPPERS and hasattr(optimizer, "optimizer")
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the user's optimizer behind a wrapper of Fabric or Accelerate. Remove when both have one public name."""
-    return optimizer.optimizer if is_wrapper(type(optimizer)) else optimizer
+    """Return the user's optimizer behind a wrapper of Lightning, Fabric or Accelerate.
+
+    Remove when hooks get the user's optimizer.
+    """
+    return optimizer.optimizer if is_wrapper(optimizer) else optimizer

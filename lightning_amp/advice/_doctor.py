@@ -30,7 +30,7 @@ from lightning_amp.advice._step import (
 from lightning_amp.advice._watch import Watch
 from lightning_amp.advice.findings import unaligned_products
 from lightning_amp.casting import Choice, our_name
-from lightning_amp.compare import ArmSpec, check_trainer_names, parse_arms
+from lightning_amp.compare import Spec, check_trainer_names, parse_arms
 from lightning_amp.measure import DATA, OPTIMIZER
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import (
@@ -128,7 +128,7 @@ def doctor(
 def _examine_step(
     make_module: Callable[[], LightningModule],
     make_data: Callable[[], LightningDataModule] | None,
-    arm: ArmSpec,
+    arm: Spec,
     machine: Machine,
     device: torch.device,
     trainer_kwargs: Mapping[str, Any],
@@ -185,7 +185,7 @@ def _watched_fit(watch: Watch, trainer: Any, module: LightningModule, data: Ligh
 
 
 def _contestants(
-    step: Step, module: LightningModule, plugin: Any, arm: ArmSpec, own: Callable[[], LightningModule]
+    step: Step, module: LightningModule, plugin: Any, arm: Spec, own: Callable[[], LightningModule]
 ) -> Iterator[Contestant]:
     """Yield the unchanged step, the step in fp32, and the step with each change that may help."""
     yield Contestant(AS_IT_IS, lambda: (module, plugin), made=(module, plugin))
@@ -222,7 +222,7 @@ def _with_states_of(full: Memory, own: Memory) -> Memory:
     return replace(full, states=own.states, peak=full.peak - full.states + own.states)
 
 
-def _arm(precision: Any) -> ArmSpec:
+def _arm(precision: Any) -> Spec:
     try:
         return parse_arms({"precision": precision})["precision"]
     except ValueError as error:

@@ -21,7 +21,7 @@ def can_fuse(optimizer: Any) -> bool:
         return False
     if any(group.get("differentiable") or group.get("foreach") for group in groups):
         return False
-    devices = ["cpu"] if type(optimizer) is torch.optim.Adagrad else _torch.fused_device_types()
+    devices = ["cpu"] if type(optimizer) is torch.optim.Adagrad else _fused_device_types()
     return all(p.is_floating_point() and p.device.type in devices for group in groups for p in group["params"])
 
 
@@ -59,3 +59,11 @@ def _optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
     elif isinstance(found, (list, tuple)):
         for item in found:
             yield from _optimizers_in(item)
+
+
+# Remove when torch has a public list.
+def _fused_device_types() -> list[str]:
+    """Return the types of devices for which torch has fused optimizers."""
+    from torch.utils import _foreach_utils
+
+    return _foreach_utils._get_fused_kernels_supported_devices()

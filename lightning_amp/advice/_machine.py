@@ -15,8 +15,8 @@ import torch
 from packaging.specifiers import SpecifierSet
 from typing_extensions import final
 
-from lightning_amp._compat import _aten
 from lightning_amp._cpu_name import cpu_name
+from lightning_amp.advice import _aten
 from lightning_amp.casting import Choice, cpu_has, has_bf16_units, runnable
 from lightning_amp.measure import DeviceClock, SpeedComparison, in_rounds
 from lightning_amp.tracing import fp32_switches, full_precision, reduces_fp32

@@ -16,11 +16,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from typing_extensions import final, override
 
-from lightning_amp._compat import _aten, _modules
+from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
+from lightning_amp.advice import _aten
 from lightning_amp.advice._step import Allocation, Loss, Memory, Operation, Recording, Wait
-from lightning_amp.casting import flop_formulas, multiplied_dtype
-from lightning_amp.measure import BACKWARD, FORWARD, OPTIMIZER, DeviceClock, has_storage, num_bytes
+from lightning_amp.measure import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    DeviceClock,
+    flop_formulas,
+    has_storage,
+    multiplied_dtype,
+    num_bytes,
+)
 from lightning_amp.tracing import called_by_optimizer, running_place, user_place
 
 _READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"}

@@ -235,4 +235,4 @@ def _fp32_modules(trainer: Trainer, module: LightningModule) -> list[torch.nn.Mo
     if not isinstance(plugin, AmpPrecision):
         return []
     found = modules_matching(module, plugin.fp32_modules)
-    return [inner for pairs in found.values() for _, matched in pairs for inner in matched.modules()]
+    return [inner for matched in found.values() for inner in matched.modules()]

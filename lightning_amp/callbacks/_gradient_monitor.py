@@ -1,4 +1,4 @@
-"""`GradientMonitor`: show whether gradients fit into fp16 or fp8, and how close they are to fp32."""
+"""`GradientMonitor`: show whether gradients fit into fp16, and how close they are to fp32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_amp.callbacks._first_step import FirstStep
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.causes.gradient import GradientSearch
 from lightning_amp.findings import TOTAL, GradientRow
-from lightning_amp.numerics import ExponentHistogram, fitting_scale
+from lightning_amp.numerics import fitting_scale
 from lightning_amp.reports import (
     MAX_ROWS,
     GradientTable,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 UNDERFLOW_FRACTION = "amp/underflow_fraction"
 HEADROOM_BITS = "amp/headroom_bits"
 GRADIENT_SQNR_DB = "amp/gradient_sqnr_db"
-FP8_UNDERFLOW_FRACTION = "amp/fp8_underflow_fraction"
 
 
 @final
@@ -68,13 +67,11 @@ class GradientMonitor(Callback):
     ========================== =====================================================================================
 
     In small networks fp16 gradients have some 65 dB and bf16 gradients some 45, in deep ones less. fp8 gradients have
-    18 to 35 dB. At 20 dB the noise is a tenth of the gradient. In an fp8 run the table shows the casts to 8 bits
-    instead of fp16's limits. For each layer in fp8 it has the share of the true gradients reaching it that becomes
-    zero, and the share that is saturated. The first one, over all layers, is logged as `amp/fp8_underflow_fraction`.
+    18 to 35 dB. At 20 dB the noise is a tenth of the gradient.
 
-    :attr:`table` has these values per module, :meth:`plot` draws them as a heat map, and :attr:`histograms` counts
-    exponents. :attr:`recommended_scale` is a good start for `DynamicLossScaler`. The monitor works in every precision.
-    The printed table of a bf16 or fp32 run has no column for fp16. There, :attr:`recommended_scale` and
+    :attr:`table` has these values per module, and :meth:`plot` draws them as a heat map. :attr:`recommended_scale` is a
+    good start for `DynamicLossScaler`. The monitor works in every precision.
+    The printed table of a bf16, fp8 or fp32 run has no column for fp16. There, :attr:`recommended_scale` and
     `table.to_text(fp16=True)` show whether fp16 would work, at a scale of 1. In DDP each rank examines the gradients of
     its own batch, before they are averaged; the figures cover the values of all ranks, and are the same on each.
 
@@ -118,7 +115,6 @@ class GradientMonitor(Callback):
 
     def _forget(self) -> None:
         self._table = GradientTable()
-        self._histograms: dict[str, ExponentHistogram] = {}
         self._largest = 0.0
         self._next_step = 0
         self._runs = True
@@ -131,11 +127,6 @@ class GradientMonitor(Callback):
     def table(self) -> GradientTable:
         """Return the rows of all samples (`step, name, scale, num_values, ...`). Prints the latest."""
         return self._table
-
-    @property
-    def histograms(self) -> dict[str, ExponentHistogram]:
-        """Return the exponents of the true gradients of the latest sample, by row. They are not in the checkpoint."""
-        return dict(self._histograms)
 
     @property
     def recommended_scale(self) -> float | None:
@@ -158,7 +149,7 @@ class GradientMonitor(Callback):
         Args:
             path: Path or URL to also save the picture to.
             quantity: `"headroom_bits"` (red: overflows, white: just fits, pale blue: room), `"underflow_fraction"`,
-                `"subnormal_fraction"`, `"sqnr_db"`, `"cosine"` or `"fp8_underflow_fraction"`.
+                `"subnormal_fraction"`, `"sqnr_db"` or `"cosine"`.
             max_rows: The most rows to draw: the worst ones, by their worst step. `None` draws all.
 
         Raises:
@@ -242,15 +233,12 @@ class GradientMonitor(Callback):
                 " parameters count, gradients of outputs do not."
             )
         self._table.add(sample.rows)
-        self._histograms = sample.histograms
         total = sample.rows[-1]
         if math.isfinite(total.largest):
             self._largest = max(self._largest, total.largest)
         metrics = {UNDERFLOW_FRACTION: total.underflow_fraction, HEADROOM_BITS: total.headroom_bits}
         if not math.isnan(total.sqnr_db):
             metrics[GRADIENT_SQNR_DB] = total.sqnr_db
-        if total.fp8_underflow_fraction is not None:
-            metrics[FP8_UNDERFLOW_FRACTION] = total.fp8_underflow_fraction
         log_metrics(trainer, metrics)
         self._examine(trainer, module, batch, batch_idx, sample)
 

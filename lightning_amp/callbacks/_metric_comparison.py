@@ -15,11 +15,16 @@ from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import is_count, require, require_bool, require_choice
-from lightning_amp._compat import _lightning
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._text import named
 from lightning_amp.callbacks._comparison_tolerance import OnExceed, Tolerance, require_tolerance
-from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
+from lightning_amp.callbacks._trainers import (
+    add_callback_metrics,
+    evaluation_names,
+    log_evaluation_metrics,
+    require_lightning_trainer,
+    why_not_twice,
+)
 from lightning_amp.causes.metric import MetricSearch
 from lightning_amp.findings import ComparisonRow, EvaluationReport, ModuleRow
 from lightning_amp.reports import MAX_ROWS, ComparisonTable, ModuleTable
@@ -223,7 +228,7 @@ class MetricComparison(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resumed:  # callbacks that read a value before this run's first comparison find the previous values
-            _lightning.add_callback_metrics(trainer, _as_metrics(trainer, self._table.last))
+            add_callback_metrics(trainer, _as_metrics(trainer, self._table.last))
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -273,7 +278,7 @@ class MetricComparison(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The AMP values that the epoch-end hook logs exist only now.
         if trainer.sanity_checking and self._runs:
-            self._tolerated.check_names(trainer, pl_module, _lightning.evaluation_names(trainer) - _AXES)
+            self._tolerated.check_names(trainer, pl_module, evaluation_names(trainer) - _AXES)
         current, self._current = self._current, None
         if current is None:
             return
@@ -283,9 +288,9 @@ class MetricComparison(Callback):
             self._compare(trainer, pl_module, compared)
         elif trainer.state.fn == "fit":
             # A callback that monitors a difference must not end a run whose comparison failed.
-            names = _lightning.evaluation_names(trainer) - _AXES
+            names = evaluation_names(trainer) - _AXES
             unknown = _as_metrics(trainer, [ComparisonRow.of(0, 0, name, math.nan, math.nan) for name in names])
-            _lightning.add_callback_metrics(trainer, unknown | trainer.callback_metrics)
+            add_callback_metrics(trainer, unknown | trainer.callback_metrics)
 
     on_test_end = on_validation_end
 
@@ -333,8 +338,8 @@ class MetricComparison(Callback):
         ]
         if rows:
             metrics = _as_metrics(trainer, rows)
-            _lightning.add_callback_metrics(trainer, metrics)
-            step = _lightning.log_evaluation_metrics(trainer, metrics, amp.get("step"))
+            add_callback_metrics(trainer, metrics)
+            step = log_evaluation_metrics(trainer, metrics, amp.get("step"))
             self._table.add(row._replace(step=step) for row in rows)
             if trainer.state.fn != "fit":
                 self._print()

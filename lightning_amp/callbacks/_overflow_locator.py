@@ -4,38 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require_count
+from lightning_amp._compat import _modules
+from lightning_amp._files import child, location, write_atomically
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
-from lightning_amp._urls import location
-from lightning_amp.callbacks._early_checks import EarlyChecks
+from lightning_amp._text import named
 from lightning_amp.callbacks._trainers import is_log_point, log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.causes.overflow import (
     Explained,
     KnownCauses,
-    ReportFiles,
     blank_report,
     explain,
     largest_weight,
     origins,
 )
 from lightning_amp.findings import StepRecord
+from lightning_amp.numerics import dense, stack_scalars
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import OverflowReport
 from lightning_amp.scaling import Saved, Subscription
-from lightning_amp.shadow import BatchWindow, gather, is_sharded
+from lightning_amp.shadow import BatchWindow, gather
 
 OVERFLOWS = "amp/overflows"
+_STATISTICS = ("running_mean", "running_var")
 
 _log = logging.getLogger(__name__)
 
@@ -77,11 +82,9 @@ class OverflowLocator(Callback):
     If the loss is not finite although its gradients are, the step is taken. The locator reports this once, in the same
     way.
 
-    It also warns of a learning rate or another hyperparameter that is not finite, before a step uses it. A value on an
-    accelerator is read at the next log point, or before the next report. The step is taken. Other warnings name
-    parameters and buffers that are not finite at the start, averages kept in half precision, and an `eps` that is zero
-    in its optimizer's state. The error that ends a stuck run repeats
-    the cause that was found.
+    At the start of the fit a warning names parameters and buffers that are not finite. If a weight is not finite since
+    a step with a learning rate of NaN or infinity, the report names that step. (A learning rate in a tensor on an
+    accelerator is not read.) The error that ends a stuck run repeats the cause that was found.
 
     :attr:`reports` has the reports as data. The locator never changes results: weights are bit-identical with and
     without it. The copy has its own parameters, buffers, metrics, lists, logger and random generators, and is dropped
@@ -107,9 +110,6 @@ class OverflowLocator(Callback):
         dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`, or its URL (`"s3://bucket/run"`,
             as Lightning's callbacks take it). `None` writes none. If it cannot be written, the locator warns once and
             training goes on. A file appears whole or not at all.
-        save_bundles: Also saves `overflow_step00007_rank0.pt` there: weights, batch, random state and scale, for
-            `lightning_amp.tracing.replay`. The file is as large as the model. Needs `dirpath`. It saves none if the
-            weights are sharded.
 
     Raises:
         ValueError: If an argument is out of its range, or fsspec does not support the protocol of `dirpath`.
@@ -122,26 +122,17 @@ class OverflowLocator(Callback):
     continues. Leave it out of a run that must not wait, once the model trains without skips.
     """
 
-    def __init__(
-        self,
-        *,
-        max_reports: int = 10,
-        dirpath: str | os.PathLike[str] | None = None,
-        save_bundles: bool = False,
-    ) -> None:
+    def __init__(self, *, max_reports: int = 10, dirpath: str | os.PathLike[str] | None = None) -> None:
         require_count("max_reports", max_reports, least=0)
-        if save_bundles and dirpath is None:
-            raise ValueError("`save_bundles=True` needs a folder to save them in: pass `dirpath`.")
         self.max_reports = max_reports
         self.dirpath = None if dirpath is None else location(dirpath, "dirpath")
-        self.save_bundles = bool(save_bundles)
         self._last_trainer = LastTrainer()
         self._forget()
         self._begin_fit()
 
     def _forget(self) -> None:
         self._causes = KnownCauses(self.max_reports)
-        self._files = None if self.dirpath is None else ReportFiles(self.dirpath, self.save_bundles)
+        self._warned_of_folder = False
         self._num_overflows = 0
 
     def _begin_fit(self) -> None:
@@ -154,7 +145,7 @@ class OverflowLocator(Callback):
         self._num_attempted = 0
         self._steps_seen = 0
         self._largest_weight: float | None = None
-        self._early_checks = EarlyChecks()
+        self._bad_rate: tuple[int, float] | None = None
 
     @property
     def reports(self) -> list[OverflowReport]:
@@ -179,22 +170,15 @@ class OverflowLocator(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plugin = trainer.strategy.precision_plugin
         self._steps_seen = trainer.global_step
-        self._warn(self._early_checks.before_fit(trainer, pl_module))
+        _warn_of_bad_values(pl_module)
         if not isinstance(plugin, AmpPrecision):
             _messages.info(
                 f"`OverflowLocator` has nothing to look at: the precision plugin {type(plugin).__name__} does not say"
                 " which steps it skips. Use `plugins=[AmpPrecision(...)]`."
             )
             return
-        look = partial(self._before_update, trainer)
         self._plugin = plugin
-        self._counting = plugin.records.subscribe(self._count, before_update=look, cause=self._causes.since)
-        if is_sharded(trainer) and self._files is not None and self.save_bundles:
-            self._files = ReportFiles(self._files.dirpath, save_bundles=False)
-            _messages.warn(
-                "`OverflowLocator` saves no bundles: the weights are sharded, and no rank has them all. It writes its"
-                " reports."
-            )
+        self._counting = plugin.records.subscribe(self._count, before_update=self._note_rate, cause=self._causes.since)
         reason = why_not_twice(trainer, pl_module, "training_step")
         if reason is not None:
             _messages.info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
@@ -206,7 +190,6 @@ class OverflowLocator(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._warn(self._early_checks.before_batch(trainer, steps_are_seen=self._plugin is not None))
         if self._is_looking:
             self._window.add(batch, batch_idx, trainer.strategy.root_device.type)
 
@@ -221,12 +204,10 @@ class OverflowLocator(Callback):
         before, self._steps_seen = self._steps_seen, trainer.global_step
         if is_log_point(trainer, before):
             self._plugin.records.flush()
-            self._warn(self._early_checks.read_late(trainer))
             log_metrics(trainer, {OVERFLOWS: float(self._num_overflows)})
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._warn(self._early_checks.read_late(trainer))
         if summary := self._causes.summary():
             _messages.info(f"OverflowLocator: {summary}.")
 
@@ -284,6 +265,8 @@ class OverflowLocator(Callback):
 
     def _count(self, records: list[StepRecord]) -> None:
         self._num_overflows += sum(record.skipped for record in records)
+        if self._bad_rate is not None and any(r.skipped and r.index == self._bad_rate[0] for r in records):
+            self._bad_rate = None  # the step did not use it
 
     def _receive(self, records: list[StepRecord]) -> None:
         self._steps += [record for record in records if record.skipped]
@@ -293,14 +276,18 @@ class OverflowLocator(Callback):
         if self._looking is not None:
             self._looking.end_losses()  # one report of a bad loss is enough
 
-    def _before_update(self, trainer: Trainer, step: int | None, optimizer: Optimizer) -> None:
-        self._warn(self._early_checks.before_update(trainer, step, optimizer))
+    def _note_rate(self, step: int, optimizer: Optimizer) -> None:
+        """Note the first step whose learning rate is not finite. A tensor on an accelerator is not waited for."""
+        rates = [group.get("lr", 0.0) for group in optimizer.param_groups]
+        on_host = [float(rate) for rate in rates if not (isinstance(rate, Tensor) and rate.device.type != "cpu")]
+        bad = [rate for rate in on_host if not math.isfinite(rate)]
+        if bad and self._bad_rate is None:
+            self._bad_rate = step, bad[0]
 
     def _explain(self, trainer: Trainer, module: LightningModule) -> None:
         assert self._plugin is not None
         steps, self._steps = self._steps, []
         if steps and self._window:
-            self._warn(self._early_checks.read_late(trainer))
             mine: Explained | None = None
             for record in steps:
                 if self._causes.is_complete:
@@ -311,7 +298,7 @@ class OverflowLocator(Callback):
                 else:  # the step of another optimizer, with the same batches
                     same = {"record": record, "precision": blank.precision, "scale_is": blank.scale_is}
                     mine = mine._replace(report=replace(mine.report, **same))
-                self._report(trainer, module, mine)
+                self._report(trainer, mine)
         num_attempted = self._plugin.records.num_attempted
         if num_attempted != self._num_attempted:  # the next window begins
             self._num_attempted = num_attempted
@@ -319,23 +306,18 @@ class OverflowLocator(Callback):
         if self._causes.is_complete:
             self._stop_looking()
 
-    def _warn(self, texts: list[str]) -> None:
-        for text in texts:
-            _messages.warn(f"`OverflowLocator`: {text}")
-
-    def _report(self, trainer: Trainer, module: LightningModule, mine: Explained) -> None:
+    def _report(self, trainer: Trainer, mine: Explained) -> None:
         """Report a step to all ranks. All ranks make this call for the same step, because they agree on skips."""
         report = mine.report
-        if report.cause == "weights" and not report.note:
-            report = replace(report, note=self._early_checks.bad_setting)
-        everybodys = gather(trainer, mine._replace(report=report).for_others)
+        if report.cause == "weights" and self._bad_rate is not None:
+            report = replace(report, cause="learning rate", bad_rate=self._bad_rate)
+        everybodys = gather(trainer, mine._replace(report=report))
         found = [one for one in everybodys if one.report.cause != "not reproduced" or one.report.note]
         found = origins(trainer, found)
         taken = self._causes.add(found or everybodys[:1])
         if trainer.global_rank == 0:
             self._print([report for report in taken if not report.is_repeated])
-        if self._files is not None and taken:
-            self._files.save(trainer, module, taken, mine.step)
+            self._save(taken)
 
     def _print(self, reports: list[OverflowReport]) -> None:
         with own_lines():
@@ -345,7 +327,53 @@ class OverflowLocator(Callback):
                 causes = "1 cause" if self.max_reports == 1 else f"{self.max_reports} different causes"
                 _log.warning(f"OverflowLocator: {causes} reported; it looks no more in this run.")
 
+    def _save(self, reports: list[OverflowReport]) -> None:
+        if self.dirpath is None:
+            return
+        try:
+            for report in reports:
+                name = f"overflow_step{report.record.index:05d}_rank{report.rank}.json"
+                write_atomically(child(self.dirpath, name), lambda file, report=report: file.write(report.to_json()))
+        except Exception as error:  # such as a full disk
+            if not self._warned_of_folder:
+                self._warned_of_folder = True
+                _messages.warn(
+                    f"`OverflowLocator` could not write to `{self.dirpath}`: {error}. Training is not affected."
+                )
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings and the reports for a pickle or a deep copy, without the current run."""
         nothing: dict[str, Any] = {"_plugin": None, "_counting": None, "_looking": None, "_steps": []}
-        return {**vars(self), **nothing, "_window": BatchWindow(), "_early_checks": EarlyChecks()}
+        return {**vars(self), **nothing, "_window": BatchWindow()}
+
+
+def _warn_of_bad_values(module: nn.Module) -> None:
+    """Name parameters and buffers with NaN or infinity. This waits for the device once."""
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    flags: dict[str, Tensor] = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor) or tensor.is_meta or not tensor.is_floating_point():
+            continue
+        with contextlib.suppress(Exception):  # a quantized tensor cannot be asked
+            flags[_modules.plain_name(name)] = _is_bad(tensor, name in trained or name.endswith(_STATISTICS))
+    found = stack_scalars([*flags.values()]).tolist() if flags else []
+    bad = [name for name, is_bad in zip(flags, found, strict=True) if is_bad]
+    if bad:
+        _messages.warn(
+            f"`OverflowLocator`: Before the first step, parameters or buffers have NaN or infinity: {named(bad)}. No"
+            " step can mend that, in any precision: load or compute the values anew."
+        )
+
+
+@torch.no_grad()
+def _is_bad(tensor: Tensor, is_strict: bool) -> Tensor:
+    """Return a flag, []: any NaN or infinity if `is_strict`; else values of a frozen tensor that are no marker.
+
+    Masks have negative infinities on purpose, observers begin with only infinities or only NaN, and matrices of
+    distances have infinity between places that are not connected.
+    """
+    values = dense(tensor.detach())
+    bad, is_square = ~torch.isfinite(values), values.dim() >= 2 and values.shape[-1] == values.shape[-2]
+    if not is_strict:
+        bad = torch.isnan(values) if is_square else torch.isnan(values) | torch.isposinf(values)
+    return bad.any() & (bad.logical_not().any() | is_strict)

@@ -14,11 +14,11 @@ from torch import Tensor
 from typing_extensions import final, override
 
 from lightning_amp import _messages
-from lightning_amp._arguments import require_count, require_number
+from lightning_amp._arguments import is_number, require, require_count
 from lightning_amp._compat import _lightning, _torch
+from lightning_amp._files import child, location
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._text import exact
-from lightning_amp._urls import child, location
 from lightning_amp.callbacks._trainers import is_log_point, log_metrics, require_lightning_trainer
 from lightning_amp.findings import StepRecord
 from lightning_amp.precision import AmpPrecision
@@ -89,8 +89,10 @@ class ScaleMonitor(Callback):
         dirpath: str | os.PathLike[str] | None = None,
     ) -> None:
         require_count("log_every_n_steps", log_every_n_steps, none="or `None`")
-        require_number("warn_below", warn_below, least=0, optional=True)
-        require_number("warn_skip_rate", warn_skip_rate, least=0, most=1, optional=True)
+        fine = warn_below is None or (is_number(warn_below, finite=False) and warn_below >= 0)
+        require(fine, "warn_below", "a number of 0 or more", warn_below, none="or `None`")
+        fine = warn_skip_rate is None or (is_number(warn_skip_rate) and 0 <= warn_skip_rate <= 1)
+        require(fine, "warn_skip_rate", "a number from 0 to 1", warn_skip_rate, none="or `None`")
         self.log_every_n_steps = log_every_n_steps
         self.warn_below = warn_below
         self.warn_skip_rate = warn_skip_rate
@@ -215,8 +217,6 @@ class ScaleMonitor(Callback):
 
     def _extend(self, records: list[StepRecord]) -> None:
         for record in records:
-            if self._history.last is not None and record.precision != self._history.last.precision:
-                self._recent.clear()  # the plugin has warned of the skips in the earlier precision
             self._history.extend([record])
             self._recent.append(record.skipped)
 
@@ -233,8 +233,7 @@ class ScaleMonitor(Callback):
             return
         skipped = self._history.num_skipped
         rate = skipped / self._history.num_attempted
-        # After a fallback the plugin has no scaler any more.
-        scale = 1.0 if self._plugin is not None and self._plugin.scaler is None else last.next_scale
+        scale = last.next_scale
         log_metrics(trainer, {LOSS_SCALE: scale, SKIPPED_STEPS: float(skipped), SKIP_RATE: rate})
         if self.warn_below is not None and scale < self.warn_below and not self._warned:
             self._warned = True

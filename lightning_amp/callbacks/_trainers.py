@@ -15,8 +15,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-
-from lightning_amp._compat import _lightning
+from torch import Tensor
 
 
 def require_lightning_trainer(callback: Callback, trainer: Any) -> None:
@@ -34,7 +33,7 @@ def log_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     """Log values of the latest step to all loggers and to `trainer.callback_metrics`."""
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     for logger in trainer.loggers:
-        logger.log_metrics(dict(metrics), step=_lightning.logging_step(trainer))
+        logger.log_metrics(dict(metrics), step=_logging_step(trainer))
 
 
 def is_log_point(trainer: Trainer, steps_before: int, every: int | None = None) -> bool:
@@ -59,3 +58,43 @@ def why_not_twice(trainer: Trainer, module: LightningModule, step: str, *, again
     if against_fp32 and precision not in ("32-true", "16-mixed", "bf16-mixed"):
         return f"with precision {precision!r} there is no fp32 to compare with"
     return None
+
+
+# Remove when the counter is public.
+def _logging_step(trainer: Any) -> int:
+    """Return the step at which Lightning logs training metrics. Its own callbacks read this counter, too."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def evaluation_names(trainer: Any) -> set[str]:
+    """Return the names of `evaluation_metrics`, also in the sanity check, which does not reduce them.
+
+    Remove when Lightning offers a result collection that a callback may read.
+    """
+    results = trainer._results
+    if results is None:
+        return set()
+    items = [item for item in results.values() if item.meta.on_epoch and not item.has_reset]
+    return {name for item in items for name in results._forked_name(item, on_step=False)}
+
+
+def add_callback_metrics(trainer: Any, metrics: dict[str, Tensor]) -> None:
+    """Add values to `trainer.callback_metrics` where `self.log` is not allowed (`on_validation_end`).
+
+    Reading `trainer.callback_metrics` to update it would reduce metrics that the sanity check does not reduce. Remove
+    when it does not.
+    """
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def log_evaluation_metrics(trainer: Any, metrics: dict[str, Tensor], step: float | None) -> int:
+    """Send values to all loggers as Lightning sends evaluation metrics, and return the step that they got.
+
+    The step is a `step` that the user logged, else the private counter of batches after which an optimizer stepped; it
+    is not `global_step`. Remove when that counter and the call that adds the epoch are public.
+    """
+    number = _logging_step(trainer) if step is None else int(step)
+    connector = trainer._logger_connector
+    # `log_metrics` adds the epoch only if there is no `step`.
+    connector.log_metrics(metrics if step is None else {**metrics, "step": torch.tensor(float(number))})
+    return number

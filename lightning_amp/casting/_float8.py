@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,12 +12,14 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules, _torchao
-from lightning_amp._text import counted, listed
-from lightning_amp.casting._float8_recipes import config_of, emulates
+from lightning_amp._text import counted, listed, percent
+from lightning_amp.casting._float8_recipes import config_of, emulates, name_of
 from lightning_amp.casting._fp32_metrics import is_metric
-from lightning_amp.casting._method_override import InPlace, MethodOverride, calling, not_run
+from lightning_amp.casting._method_override import MethodOverride, Overrides, calling
 
 _FROZEN = "frozen; it runs in fp8 once it is unfrozen"
+_PLAIN_FORWARDS = (nn.Linear.forward, calling(nn.Linear.forward))
+"""The second is the `forward` of a copy that was made while the layer multiplied in fp8."""
 
 
 def linear_layers(root: nn.Module) -> dict[str, nn.Linear]:
@@ -37,36 +39,28 @@ def choose_fp8_layers(
     inside_metrics = {m for metric in root.modules() if is_metric(metric) for m in metric.modules()}
     attention = {m.out_proj for m in root.modules() if isinstance(m, nn.MultiheadAttention)}
     ends = [layer for layer in layers.values() if layer not in inside_metrics]
-    small = _too_small(recipe) if device.type == "cuda" and not emulates(recipe) else None
+    may_be_small = device.type == "cuda" and not emulates(recipe)
 
     def why_not(layer: nn.Linear) -> str | None:
-        weight = vars(layer)["_parameters"].get("weight")
-        if layer in inside_metrics:
-            return "inside a metric"
-        if layer in in_fp32:
-            return "in `fp32_modules`"
-        if _is_converted(layer):
-            return "converted to fp8 by you already"
-        if layer in attention:
-            return "`nn.MultiheadAttention` uses its weight and never calls it"
-        if weight is None:
-            return "its weight is computed from something else (a parametrization, pruning)"
-        # a copy made while the layer multiplied in fp8 has the second class
-        if getattr(layer.forward, "__func__", None) not in (nn.Linear.forward, calling(nn.Linear.forward)):
-            return "a subclass or the user has replaced its `forward`"
-        if layer is ends[0]:
-            return "the first linear layer"
-        if layer is ends[-1]:
-            return "the last linear layer"
-        if is_lazy(weight):
-            return "lazy: its size is not known when the fit begins"
-        if weight.dtype != torch.float32:
-            return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
-        if layer.in_features % 16 or layer.out_features % 16 or not weight.numel():
-            return f"{layer.in_features} x {layer.out_features}: not both are multiples of 16"
-        if small is not None and small(layer.in_features, layer.out_features):
-            return f"{layer.in_features} x {layer.out_features}: too small, casts would cost more than fp8 saves"
-        return None if weight.requires_grad else _FROZEN
+        weight: Any = _modules.own_parameters(layer).get("weight")
+        dtype, size = getattr(weight, "dtype", None), f"{layer.in_features} x {layer.out_features}"
+        is_plain = getattr(layer.forward, "__func__", None) in _PLAIN_FORWARDS
+        reasons = {
+            "inside a metric": layer in inside_metrics,
+            "in `fp32_modules`": layer in in_fp32,
+            "converted to fp8 by you already": _is_converted(layer),
+            "`nn.MultiheadAttention` uses its weight and never calls it": layer in attention,
+            "its weight is computed from something else (a parametrization, pruning)": weight is None,
+            "a subclass or the user has replaced its `forward`": not is_plain,
+            "the first linear layer": layer in ends[:1],
+            "the last linear layer": layer in ends[-1:],
+            "lazy: its size is not known when the fit begins": is_lazy(weight),
+            f"its weight is {str(dtype).removeprefix('torch.')}": dtype != torch.float32,
+            f"{size}: not both are multiples of 16": not _fits_tiles(layer),
+            f"{size}: too small, casts would cost more than fp8 saves": may_be_small and _is_small(layer, recipe),
+            _FROZEN: not getattr(weight, "requires_grad", False),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     return {name: why_not(layer) for name, layer in layers.items()}
 
@@ -80,23 +74,35 @@ def _is_converted(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Float8Linear" or type(layer).__module__.startswith("transformer_engine")
 
 
-def _too_small(recipe: Any) -> Callable[[int, int], bool]:
-    """Return the rule of torchao's own filters, which were measured on an H100 (`_auto_filter_for_recipe`)."""
+def _fits_tiles(layer: nn.Linear) -> bool:
+    return layer.in_features % 16 == layer.out_features % 16 == 0 < layer.in_features * layer.out_features
+
+
+def _is_small(layer: nn.Linear, recipe: Any) -> bool:
+    """Apply the rule of torchao's own filters, which were measured on an H100 (`_auto_filter_for_recipe`)."""
     granularity = recipe if isinstance(recipe, str) else recipe.cast_config_weight.scaling_granularity.value
+    inputs, outputs = layer.in_features, layer.out_features
     if granularity == "tensorwise":
-        return lambda inputs, outputs: inputs <= 4096 and outputs <= 1024
-    return lambda inputs, outputs: outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
+        return inputs <= 4096 and outputs <= 1024
+    return outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
 
 
-def share_of_flops(root: nn.Module, layers: Mapping[str, str | None]) -> float:
-    """Return the share of all linear layers' FLOPs that runs in fp8, if every layer gets the same number of rows."""
+def fp8_summary(root: nn.Module, layers: Mapping[str, str | None], recipe: Any) -> str:
+    """Say how many of the linear layers run in fp8, and their share of the FLOPs; nothing if there is none.
+
+    The share assumes that each layer gets the same number of rows.
+    """
     sizes = {name: layer.in_features * layer.out_features for name, layer in linear_layers(root).items()}
-    return sum(sizes[n] for n, why in layers.items() if why is None) / max(1, sum(sizes[n] for n in layers))
-
-
-def num_converted(root: nn.Module) -> int:
-    """Count the layers that the user has converted to fp8."""
-    return sum(1 for m in root.modules() if _is_converted(m) and hasattr(m, "weight"))
+    chosen = [name for name, why in layers.items() if why is None]
+    num_converted = sum(1 for m in root.modules() if _is_converted(m) and hasattr(m, "weight"))
+    if not chosen and not num_converted:
+        return ""
+    share = sum(sizes[name] for name in chosen) / max(1, sum(sizes.values()))
+    text = (
+        f"fp8 products in {len(chosen)} of {counted(len(layers), 'linear layer')} (about {percent(share)} of their"
+        f" FLOPs, {name_of(recipe)})"
+    )
+    return f"{text} in addition to {num_converted} that you converted yourself" if num_converted else text
 
 
 def nothing_qualifies(root: nn.Module, layers: Mapping[str, str | None]) -> str:
@@ -104,18 +110,13 @@ def nothing_qualifies(root: nn.Module, layers: Mapping[str, str | None]) -> str:
     reasons: dict[str, list[str]] = {}
     for name, why in layers.items():
         reasons.setdefault(str(why), []).append(f"`{name}`")
-    ordered = sorted(reasons.items(), key=lambda item: -len(item[1]))
-    lines = [f"  - {reason}: {listed(names)}" for reason, names in ordered[:8]]
+    found = sorted(reasons.items(), key=lambda item: -len(item[1]))[:8]
     others = Counter(type(module).__name__ for module in root.modules() if _computes_a_linear_map(module))
     if others:
-        found = listed([f"`{name}` ({count})" for name, count in others.most_common()])
-        number = sum(others.values())
-        verb = "multiplies" if number == 1 else "multiply"
-        lines.append(f"  - {counted(number, 'layer')} that {verb} by a weight without being an `nn.Linear`: {found}")
-    what = counted(len(layers), "linear layer")
-    text = f"none of the {what} qualifies" if len(layers) > 1 else "the only linear layer does not qualify"
-    title = f"precision 'fp8' has nothing to do here: {text if layers else 'there is no `nn.Linear`'}."
-    return "\n".join([title, *lines])
+        what = f"{counted(others.total(), 'layer')} with a weight matrix, but no `nn.Linear`"
+        found.append((what, [f"`{name}` ({count})" for name, count in others.most_common()]))
+    title = f"precision 'fp8' has nothing to do here: none of the {counted(len(layers), 'linear layer')} qualifies."
+    return "\n".join([title, *(f"  - {reason}: {listed(names)}" for reason, names in found)])
 
 
 def _computes_a_linear_map(module: nn.Module) -> bool:
@@ -137,13 +138,11 @@ class _Float8Forward(MethodOverride):
     def __init__(self, owner: nn.Module, twin: Any, device_type: str, stage: Any) -> None:
         super().__init__(owner, "forward")
         self.twin, self.device_type, self.stage = twin, device_type, stage
-        self.lost_weight = _modules.Flag()
 
     @override
     def __call__(self, input: Tensor) -> Tensor:  # `nn.Linear.forward` has this argument name
         if not self._in_fp8(input):
             return self.inner(input)
-        self.note_call()
         # The input is flattened to rows here, because torchao cannot flatten a transposed tensor after its cast. The
         # cast is here because torchao's own cast checks CUDA's autocast only.
         rows = input.reshape(-1, input.shape[-1]).to(torch.bfloat16)
@@ -157,11 +156,9 @@ class _Float8Forward(MethodOverride):
 
     def _in_fp8(self, values: Tensor) -> bool:
         device_type, weight = self.device_type, _modules.own_parameters(self.twin).get("weight")
-        if weight is None:  # the user has replaced it, as pruning does
-            self.lost_weight.set()
-            return False
         return (
             self.stage.in_fp8
+            and weight is not None  # pruning replaces it
             and torch.is_autocast_enabled(device_type)
             and torch.get_autocast_dtype(device_type) == torch.bfloat16
             and weight.requires_grad  # otherwise an unneeded gradient would be computed
@@ -182,44 +179,16 @@ class _Float8Forward(MethodOverride):
             )
         )
 
-    @property
-    @override
-    def replacement(self) -> Callable[..., Any]:
-        return self.as_method()
 
-
-@final
-class Float8Linears(InPlace):
-    """Context in which the linear layers of `root` with these names multiply in fp8 while `stage.in_fp8` is true.
+def linears_in_fp8(root: nn.Module, names: Collection[str], recipe: Any, device_type: str, stage: Any) -> Overrides:
+    """Return a context in which the linear layers with these names multiply in fp8 while `stage.in_fp8` is true.
 
     Outside of it the module is plain. So copies, exports and evaluations in hooks and callbacks are plain as well.
-    Without torchao, or with one that is too old, the constructor raises an `ImportError`.
+    Without torchao, or with one that is too old, it raises an `ImportError`.
 
     Cost: a microsecond per layer and step to install the overrides and remove them.
     """
-
-    def __init__(self, root: nn.Module, names: Collection[str], recipe: Any, device_type: str, stage: Any) -> None:
-        config = config_of(recipe)
-        chosen = {name: layer for name, layer in linear_layers(root).items() if name in names}
-        self._overrides = {
-            name: _Float8Forward(layer, _torchao.float8_twin(layer, config), device_type, stage)
-            for name, layer in chosen.items()
-        }
-
-    @override
-    def install(self) -> None:
-        for forward in self._overrides.values():
-            forward.install()
-
-    @override
-    def restore(self) -> None:
-        for forward in self._overrides.values():
-            forward.restore()
-
-    def idle(self) -> list[str]:
-        """Name the layers that have not multiplied in fp8."""
-        return not_run(self._overrides)
-
-    def replaced(self) -> list[str]:
-        """Name the layers whose weight was not a parameter of the layer in some step."""
-        return [name for name, forward in self._overrides.items() if forward.lost_weight.is_set]
+    config = config_of(recipe)
+    chosen = [layer for name, layer in linear_layers(root).items() if name in names]
+    twins = [_torchao.float8_twin(layer, config) for layer in chosen]
+    return Overrides(_Float8Forward(*pair, device_type, stage) for pair in zip(chosen, twins, strict=True))

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 import torch
 
 from lightning_amp._compat import _torchao
-from lightning_amp.numerics import ScaledCast
 
 DEFAULT_RECIPE = "rowwise_with_gw_hp"
 RECIPES = (DEFAULT_RECIPE, "rowwise", "tensorwise")
-
-
-def refuse_later_formats(argument: str, value: object) -> None:
-    """Refuse `"mxfp8"` and `"nvfp4"` by name: training in these two formats is not supported yet."""
-    if value in ("mxfp8", "nvfp4"):
-        raise ValueError(
-            f"`{argument}={value!r}` is not supported: its products run on Blackwell GPUs only, and training with it is"
-            " a prototype in torchao. Use precision 'fp8', whose recipes run from Ada and Hopper on."
-        )
 
 
 def checked_recipe(recipe: Any) -> Any:
@@ -29,12 +18,10 @@ def checked_recipe(recipe: Any) -> Any:
 
     A configuration that changes the class of the parameters is refused too.
     """
-    name: Any = recipe.value if isinstance(recipe, Enum) else recipe  # torchao's `Float8LinearRecipeName`
-    if name is None:
+    if recipe is None:
         return DEFAULT_RECIPE
-    refuse_later_formats("fp8_recipe", name)
-    if isinstance(name, str) and name in RECIPES:
-        return name
+    if isinstance(recipe, str) and recipe in RECIPES:
+        return recipe
     if type(recipe).__name__ != "Float8LinearConfig":
         legal = ", ".join(repr(known) for known in RECIPES)
         raise ValueError(
@@ -72,22 +59,6 @@ def name_of(recipe: Any) -> str:
 def emulates(recipe: Any) -> bool:
     """Return whether a recipe computes the results of fp8 hardware on other hardware."""
     return bool(getattr(recipe, "emulate", False))
-
-
-def needs_whole_tiles(recipe: Any) -> bool:
-    """Return whether the number of rows must be a multiple of 16, since the weight's gradient sums over rows in fp8."""
-    if isinstance(recipe, str) or recipe.emulate or recipe.pad_inner_dim:
-        return False
-    return recipe.cast_config_input_for_grad_weight.scaling_type.value != "disabled"
-
-
-def gradient_cast(recipe: Any) -> ScaledCast:
-    """Return how a recipe casts the gradient that reaches a layer; raise an `ImportError` without a recent torchao."""
-    config = config_of(recipe)
-    cast = config.cast_config_grad_output
-    # AMD's variants of the formats differ little from these
-    number_format = "e5m2" if "e5m2" in str(cast.target_dtype) else "e4m3"
-    return ScaledCast(number_format, cast.scaling_granularity.value == "axiswise", config.round_scales_to_power_of_2)
 
 
 def has_fp8(device: torch.device) -> bool:

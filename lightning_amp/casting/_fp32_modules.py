@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
-import torch
 from torch import nn
-from typing_extensions import final, override
+from typing_extensions import final
 
 from lightning_amp._arguments import checked_rules
 from lightning_amp._compat import _modules
-from lightning_amp._containers import to_fp32
 from lightning_amp._text import listed
 from lightning_amp.casting._fp32_metrics import is_metric
-from lightning_amp.casting._method_override import MethodOverride, not_run
+from lightning_amp.casting._fp32_region import InFp32
 from lightning_amp.numerics import HALF_DTYPES
 
 Rule = type[nn.Module] | str
@@ -28,8 +25,8 @@ def checked_module_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     return checked_rules("fp32_modules", rules, legal, "*.norm", nn.Module)
 
 
-def modules_matching(root: nn.Module, rules: Iterable[Rule]) -> dict[Rule, list[tuple[str, nn.Module]]]:
-    """Return for each rule the modules that it matches, each with the first name by which any rule matched it.
+def modules_matching(root: nn.Module, rules: Iterable[Rule]) -> dict[str, nn.Module]:
+    """Return the modules that the rules match, each once, by the first name that a rule matches.
 
     The root never matches: precision 'fp32' computes all of it in fp32. A shared module matches under any of its names.
     A module without a `forward` (`nn.ModuleList`) stands for its children. A metric that matches is left out, because
@@ -38,8 +35,7 @@ def modules_matching(root: nn.Module, rules: Iterable[Rule]) -> dict[Rule, list[
     # A compiled or sharded child has the same name as the module inside it, which comes later and replaces it in the
     # dictionary.
     names = {_modules.plain_name(name): module for name, module in root.named_modules(remove_duplicate=False) if name}
-    first: dict[int, tuple[str, nn.Module]] = {}
-    found: dict[Rule, list[tuple[str, nn.Module]]] = {}
+    found: dict[nn.Module, str] = {}
     for rule in rules:
         if isinstance(rule, str):
             hits = [(name, module) for name, module in names.items() if fnmatchcase(name, rule)]
@@ -47,9 +43,10 @@ def modules_matching(root: nn.Module, rules: Iterable[Rule]) -> dict[Rule, list[
             hits = [(name, module) for name, module in names.items() if isinstance(module, rule)]
         if not hits:
             raise ValueError(_nothing(rule, names))
-        computing = [pair for hit in hits for pair in _computing(*hit)]
-        found[rule] = [first.setdefault(id(module), (name, module)) for name, module in computing]
-    return found
+        for hit in hits:
+            for name, module in _computing(*hit):
+                found.setdefault(module, name)
+    return {name: module for module, name in found.items()}
 
 
 def _computing(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -62,64 +59,31 @@ def _computing(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _nothing(rule: Rule, names: dict[str, nn.Module]) -> str:
     if isinstance(rule, str):
-        close = difflib.get_close_matches(rule, names, n=3, cutoff=0.4)
-        last = rule.rpartition(".")[2].strip("*")
-        close += [name for name in names if last and last in name and name not in close]
-        what = f"{rule!r}, which matches no module"
-        candidates = [repr(name) for name in close or names]
+        wanted, known = repr(rule), [repr(name) for name in names]
     else:
-        classes = list(dict.fromkeys(type(module).__name__ for module in names.values()))
-        close = difflib.get_close_matches(rule.__name__, classes, n=3, cutoff=0.4)
-        what = f"{rule.__name__}, and no module is one"
-        candidates = [f"`{name}`" for name in close or classes]
-    if not candidates:
-        return f"`fp32_modules` has the rule {what}: the module has no submodules. Remove the rule."
-    where = "Close to it" if close else "There"
-    return f"`fp32_modules` has the rule {what}. {where} are: {listed(candidates, most=5)}."
-
-
-@final
-class _Fp32Forward(MethodOverride):
-    """The `forward` of a module, in fp32: autocast off, half-precision arguments upcast.
-
-    Its backward is fp32 too, since autograd computes in the dtypes of the forward. It replaces `forward` instead of
-    being a pair of hooks. So a direct call of `module.forward(...)` is in fp32 too, and a compiler traces the switch of
-    autocast and the arithmetic into one graph. A deep copy of the module (an average, a target network) computes in
-    fp32 too.
-    """
-
-    in_copies = True
-
-    def __init__(self, owner: nn.Module, device_type: str) -> None:
-        super().__init__(owner, "forward")
-        self.device_type = device_type
-
-    @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.note_call()
-        with torch.autocast(self.device_type, enabled=False):
-            return self.inner(*to_fp32(args, HALF_DTYPES), **to_fp32(kwargs, HALF_DTYPES))
-
-    @property
-    @override
-    def replacement(self) -> Callable[..., Any]:
-        return self.as_method()
+        wanted, known = f"`{rule.__name__}`", [f"`{type(module).__name__}`" for module in names.values()]
+    known = list(dict.fromkeys(known)) or ["no submodules"]
+    last = wanted.strip("'`*").rpartition(".")[2]
+    close = [name for name in known if last and last in name] or difflib.get_close_matches(wanted, known, cutoff=0.4)
+    where = f"Close to it are: {listed(close, most=5)}" if close else f"There are: {listed(known, most=5)}"
+    return f"`fp32_modules` has the rule {wanted}, which matches no module. {where}."
 
 
 @final
 class Fp32Modules:
-    """Computes the modules of `root` that the rules match in fp32, until :meth:`remove`.
+    """Computes the modules of `root` that the rules match in fp32, and deep copies of them, until :meth:`remove`.
 
     Without `active` it only checks the rules. A rule that matches nothing, or a module with half-precision parameters,
     raises a `ValueError` before anything is changed.
     """
 
     def __init__(self, root: nn.Module, rules: Iterable[Rule], device_type: str, *, active: bool) -> None:
-        by_rule = modules_matching(root, rules)
-        found = dict(pair for pairs in by_rule.values() for pair in pairs) if active else {}
-        self._overrides: dict[str, _Fp32Forward] = {}
-        self._rules = {rule: [name for name, _ in pairs] for rule, pairs in by_rule.items()}
-        self.modules: set[nn.Module] = set()
+        rules = list(rules)
+        found = modules_matching(root, rules)
+        if not active:
+            found = {}
+        self._by_rule = [set(modules_matching(root, [rule]).values()) for rule in rules]
+        self.modules = {inner for module in found.values() for inner in module.modules()}
         """All modules that compute in fp32, including the modules inside the matching ones."""
         for name, module in found.items():
             half = [f"`{name}.{n}` ({p.dtype})" for n, p in module.named_parameters() if p.dtype in HALF_DTYPES]
@@ -129,33 +93,28 @@ class Fp32Modules:
                     " cannot compute with float32 inputs. Call `.float()` on the module, pass `upcast_parameters=True`"
                     " to the plugin if it is trained, or take it out of the rules."
                 )
-        for name, module in found.items():
-            forward = self._overrides[name] = _Fp32Forward(module, device_type)
+        # averages and target networks, which are deep copies, compute in fp32 too
+        self._forwards = {n: InFp32(m, "forward", device_type, in_copies=True) for n, m in found.items()}
+        for forward in self._forwards.values():
             forward.install()
-            self.modules.update(module.modules())
 
     def __len__(self) -> int:
-        return len(self._overrides)
+        return len(self._forwards)
 
-    def idle(self) -> tuple[dict[Rule, list[str]], list[str]]:
-        """Return the names of modules that have not run, if no module inside or around them has run either.
+    def idle(self) -> tuple[list[str], bool]:
+        """Name the modules that have not run, if no matching module inside or around them has run either.
 
-        First come the names by rule, for rules of which no module ran; then come the names of all other modules that
-        did not run.
+        Also return whether some rule matches no other module, and so had no effect at all. Nothing is known if a module
+        was compiled, because equal blocks may share its graph.
         """
-        waiting = set(not_run(self._overrides))
-        running = [forward.owner for name, forward in self._overrides.items() if name not in waiting]
-        active = {inner for module in running for inner in module.modules()}
-        idle = {n for n, f in self._overrides.items() if active.isdisjoint(f.owner.modules())}
-        rules = {rule: names for rule, names in self._rules.items() if names and idle.issuperset(names)}
-        return rules, sorted(idle.difference(*rules.values()))
-
-    def has_children(self, name: str) -> bool:
-        """Return whether the module of this name has modules inside."""
-        return any(True for _ in self._overrides[name].owner.children())
+        if any(forward.was_compiled.is_set for forward in self._forwards.values()):
+            return [], False
+        active = {m for forward in self._forwards.values() if forward.ran.is_set for m in forward.owner.modules()}
+        idle = {name: f.owner for name, f in self._forwards.items() if active.isdisjoint(f.owner.modules())}
+        return list(idle), any(matching and matching.issubset(idle.values()) for matching in self._by_rule)
 
     def remove(self) -> None:
         """Restore the modules to their earlier state."""
-        for forward in self._overrides.values():
+        for forward in self._forwards.values():
             forward.restore()
-        self._overrides, self.modules = {}, set()
+        self._forwards, self.modules = {}, set()

@@ -4,62 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
-import torch
-from typing_extensions import override
-
-from lightning_amp._compat import _modules
-
-
-class InPlace(ABC):
-    """Context that installs a replacement at its first entry and restores the original at its last exit."""
-
-    _depth = 0
-
-    @abstractmethod
-    def install(self) -> None:
-        """Install the replacement."""
-
-    @abstractmethod
-    def restore(self) -> None:
-        """Restore the original."""
-
-    def __enter__(self) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self.install()
-
-    def __exit__(self, *exc: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self.restore()
-
-
-def not_run(overrides: Mapping[str, MethodOverride]) -> list[str]:
-    """Name the overrides that provably have not run.
-
-    Equal blocks share one compiled graph, in which only the first of them is seen: where `blocks.0.norm` was traced,
-    `blocks.1.norm` may have run.
-    """
-    traced = {_kind(name, each) for name, each in overrides.items() if each.traced.is_set}
-    return [n for n, each in overrides.items() if not each.ran.is_set and _kind(n, each) not in traced]
-
-
-def _kind(name: str, method: MethodOverride) -> tuple[str, type]:
-    return re.sub(r"\d+", "*", name), type(method.owner)
+from typing_extensions import final
 
 
 @functools.cache
 def calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that :meth:`MethodOverride.as_method` binds instead of `function`.
-
-    It is always the same object.
-    """
+    """Return the function that a :class:`MethodOverride` binds instead of `function`: always the same object."""
 
     def call(self: MethodOverride, *args: Any, **kwargs: Any) -> Any:
         return self(*args, **kwargs)
@@ -69,7 +24,7 @@ def calling(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class MethodOverride(InPlace):
+class MethodOverride(ABC):
     """Replaces the method `name` of `owner`, as an attribute of that object, between `install` and `restore`.
 
     A deep copy of an attribute that is bound to its owner would go on calling the original, with the original's
@@ -81,51 +36,34 @@ class MethodOverride(InPlace):
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
-        self.ran, self.traced = _modules.Flag(), _modules.Flag()
         self.was_attribute = name in vars(owner)
         self._wrap(getattr(owner, name))
 
     def _wrap(self, inner: Callable[..., Any]) -> None:
         self.inner = inner
+        self._function = calling(inner.__func__) if isinstance(inner, MethodType) else None
         # Signature and `__wrapped__`, which Lightning follows to see whether a hook is overridden. Other attributes are
         # not copied, because torch gives the attributes of a compiled function a meaning.
         functools.update_wrapper(self, inner, updated=())
-
-    def note_call(self) -> None:
-        """Record that the override has run, for :func:`not_run`."""
-        self.ran.set()
-        if torch.compiler.is_compiling():
-            self.traced.set()
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the replacement of the method; the original method is `self.inner`."""
 
-    @override
-    def install(self) -> None:
-        """Install the replacement, bypassing `__setattr__` of modules and metrics."""
-        vars(self.owner)[self.name] = self.replacement
-
-    @property
-    def replacement(self) -> Callable[..., Any]:
-        """Return the callable to install: the same object, or an equal one, each time."""
-        return self
-
-    def as_method(self) -> Callable[..., Any]:
-        """Return a bound method that calls this, with the signature of the replaced one.
-
-        Compiled modules need it, because `torch.compile` guards on the identity of a callable object. With such objects
-        it would compile each of many equal blocks again, and from the ninth on none (`recompile_limit`).
-        """
-        function = getattr(self.inner, "__func__", None)
-        return self.__call__ if function is None else MethodType(calling(function), self)
-
     @property
     def installed(self) -> bool:
         """Return whether the replacement is installed, and no other code has replaced it since."""
-        return vars(self.owner).get(self.name) == self.replacement
+        found = vars(self.owner).get(self.name)
+        return getattr(found, "__self__", found) is self
 
-    @override
+    def install(self) -> None:
+        """Install the replacement, bypassing `__setattr__` of modules and metrics.
+
+        The replacement of a bound method is a bound method. `torch.compile` guards on the identity of other callable
+        objects, and would compile each of many equal blocks again, and from the ninth on none (`recompile_limit`).
+        """
+        vars(self.owner)[self.name] = self if self._function is None else MethodType(self._function, self)
+
     def restore(self) -> None:
         """Restore the original, unless other code has replaced our method since."""
         if self.installed:
@@ -148,3 +86,24 @@ class MethodOverride(InPlace):
     def __reduce__(self) -> tuple[Any, ...]:
         # When the pickle is loaded, the owner exists but has no attributes yet, so `getattr` finds the plain method.
         return (copy.copy, (self.inner,)) if self.was_attribute else (getattr, (self.owner, self.name))
+
+
+@final
+class Overrides:
+    """Context in which overrides are installed. It may be entered inside of itself."""
+
+    def __init__(self, overrides: Iterable[MethodOverride]) -> None:
+        self._overrides = list(overrides)
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+        if self.depth == 1:
+            for each in self._overrides:
+                each.install()
+
+    def __exit__(self, *exc: object) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            for each in self._overrides:
+                each.restore()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 from lightning_amp._user_line import is_own_project, owner_of
 
@@ -20,6 +20,22 @@ INTERRUPTED = 130
 PIPE_CLOSED = 141
 """Exit status if the reader of the output has closed the pipe (`| head`), as a shell reports it."""
 
+_REFUSALS = (ValueError, TypeError, ImportError, OSError, RuntimeError, FloatingPointError)
+"""Exceptions that this package documents: something about the user's arguments, module or machine."""
+
+_OPTIONS = {
+    "make_module": "--model",
+    "make_data": "--data",
+    "trainer_kwargs": "--trainer.*",
+    "num_seeds": "--seeds",
+    "executor": "--devices-at-once",
+    "num": "--devices-at-once",
+    **{name: f"--{name}" for name in ("precisions", "precision", "margins", "seed", "control", "dirpath", "device")},
+    "memory_limit_gib": "--memory-limit-gib",
+    "tolerance": "--tolerance",
+}
+"""The options of arguments in Python."""
+
 
 class UsageError(Exception):
     """The user asked for something impossible. `main` prints the text as one line: the fault, and what is legal."""
@@ -27,34 +43,6 @@ class UsageError(Exception):
 
 class Interrupted(Exception):  # noqa: N818 - not an error
     """Ctrl-C, with a text that explains how to continue."""
-
-
-@contextmanager
-def documented_errors(*kinds: type[Exception]) -> Generator[None]:
-    """Turn exceptions of these kinds, which a function documents, into one line."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except kinds as error:
-        raise UsageError(str(error)) from error
-
-
-@contextmanager
-def users_errors(*others: type[Exception]) -> Generator[None]:
-    """Turn exceptions of the user's code into one line.
-
-    Leave errors of this package, and the kinds `others`, unchanged.
-    """
-    try:
-        yield
-    except (BrokenPipeError, UsageError, *others):
-        raise
-    except Exception as error:
-        wrong = usage_error(error)
-        if wrong is None:
-            raise
-        raise wrong from error
 
 
 def usage_error(error: Exception) -> UsageError | None:
@@ -68,20 +56,24 @@ def usage_error(error: Exception) -> UsageError | None:
         own = [frame for frame in traceback.extract_tb(raised.__traceback__) if is_own_project(frame.filename)]
         if own:
             place = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}"
-            return UsageError(f"{type(raised).__name__} in {place} (`{own[-1].name}`): {_text(raised)}")
-    if isinstance(error, (ValueError, TypeError, ImportError)):
-        return UsageError(_text(error))
+            return UsageError(f"{type(raised).__name__} in {place} (`{own[-1].name}`): {raised}")
     frames = traceback.extract_tb(error.__traceback__)
-    if frames and owner_of(frames[-1].filename) != "ours":
-        return UsageError(f"{type(error).__name__}: {_text(error)}")
-    return None
+    if frames and owner_of(frames[-1].filename) not in ("ours", "Python"):
+        return UsageError(f"{type(error).__name__}: {error}")
+    return UsageError(as_options(str(error))) if isinstance(error, _REFUSALS) else None
+
+
+def as_options(text: str) -> str:
+    """Write the arguments in a message of this package as options: `--memory-limit-gib 4`."""
+    names = "|".join(_OPTIONS)
+    text = re.sub(r"`(margins|trainer_kwargs)\['([^`]*?)'\]`", lambda f: f"`--{f[1].partition('_')[0]}.{f[2]}`", text)
+    text = re.sub(r"`precisions\['([^`]*?)'\]`", r"`--precisions \1`", text)
+    text = re.sub(r"`\(\"(min|max)\", ([^)`]+)\)`", r"`\1:\2`", text)
+    text = re.sub(rf"`({names})=([^`]*)`", lambda f: f"`{_OPTIONS[f[1]]} {f[2].lower()}`", text)
+    return re.sub(rf"`({names})`", lambda f: f"`{_OPTIONS[f[1]]}`", text)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _text(error: BaseException) -> str:
-    return " ".join(str(error).split())

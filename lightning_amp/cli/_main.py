@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import difflib
 import importlib
+import inspect
 import os
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from lightning_amp.cli._errors import CRASHED, FINE, INTERRUPTED, PIPE_CLOSED, TO_DO, WRONG_USE, Interrupted, UsageError
-from lightning_amp.cli._output import write
-from lightning_amp.cli._runner import HelpShown, Parser, run
+from lightning_amp.cli._errors import (
+    CRASHED,
+    FINE,
+    INTERRUPTED,
+    PIPE_CLOSED,
+    TO_DO,
+    WRONG_USE,
+    Interrupted,
+    UsageError,
+    usage_error,
+)
+from lightning_amp.cli._output import check_output, require_extra, save, show
 
 NAME = "lightning-amp"
 DEBUG = "LIGHTNING_AMP_DEBUG"
@@ -21,9 +36,10 @@ COMMANDS = {
     "compare": "train a module in several precisions, and say which one to use",
     "doctor": "measure this machine, and say why a module is not faster",
     "fp32-modules": "find the modules that must stay in fp32",
-    "scale": "show saved scale histories, and replay other scale policies",
+    "scale": "show saved scale histories",
 }
-"""The description of each command. The command itself is `COMMAND` of the file with its name, imported on use."""
+_OUTPUTS = ("json", "html", "plot")
+"""Options that name a file to write. They are checked before any work is done."""
 
 _EXIT_STATUS = f"""\
 exit status: {FINE} fine; {TO_DO} something to do (a finding that is a warning, a
@@ -31,6 +47,13 @@ verdict "worse", a run that failed, modules that need fp32); {WRONG_USE} wrong u
 with one line on stderr; {CRASHED} an error inside of {NAME}; {INTERRUPTED} interrupted.
 `--debug`, or the environment variable {DEBUG}=1, shows the
 traceback of an error."""
+
+_NOISE = re.compile(
+    r"does not validate against any|subtypes:|errors:|expected a <class 'nonetype'>|expected a (?:config )?path but|"
+    r"given value type:|given value:|$",
+    re.IGNORECASE,
+)
+"""Lines in errors of jsonargparse that do not help a user. They differ between versions."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,10 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = [argument for argument in given if argument != "--debug"]
     name = f"{NAME} {given[0]}" if given and given[0] in COMMANDS else NAME
     try:
-        try:
-            status = _run(given)
-        except HelpShown:
-            status = FINE
+        status = _run(given)
         # otherwise the interpreter flushes stdout at its end, and prints an error if the pipe is closed
         sys.stdout.flush()
     except BrokenPipeError:
@@ -65,25 +85,137 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    if arguments and arguments[0] in COMMANDS:
-        file = importlib.import_module(f"lightning_amp.cli._{arguments[0].replace('-', '_')}")
-        return run(file.COMMAND, arguments[1:])
-    listed = "\n".join(f"  {command:12} {what}" for command, what in COMMANDS.items())
-    parser = Parser(
-        NAME,
-        f"Choose a precision, and see what it did.\n\ncommands:\n{listed}",
-        _EXIT_STATUS,
-        usage=f"{NAME} COMMAND ...   ({NAME} COMMAND --help says more)",
-    )
-    parser.add_argument("--version", action="store_true", help="show the version, and exit")
-    options, others = parser.parse_known_args(arguments)
-    if options.version:
-        from lightning_amp import __version__
+    require_extra("jsonargparse", "docstring_parser", "typeshed_client", "rich")
+    from jsonargparse import ArgumentParser
 
-        write(f"{__version__}\n")
+    from lightning_amp import __version__
+
+    settings: dict[str, Any] = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = ArgumentParser(
+        prog=NAME,
+        version=__version__,
+        description="Choose a precision, and see what it did.",
+        epilog=_EXIT_STATUS,
+        exit_on_error=False,
+        **settings,
+    )
+    commands = parser.add_subcommands(metavar="COMMAND")
+    name = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    file = importlib.import_module(f"lightning_amp.cli.{'_saved_scales' if name == 'scale' else '_commands'}")
+    constant = (name or "").upper().replace("-", "_")
+    options: dict[str, dict[str, Any]] = getattr(file, f"{constant}_OPTIONS", {})
+    for command, what in COMMANDS.items():
+        own = ArgumentParser(exit_on_error=False, **settings)
+        if command == name:
+            settings |= {"usage": f"{NAME} {name} [options]", "description": getattr(file, constant)}
+            own, arguments = _own_parser(arguments, options, settings)
+        commands.add_subcommand(command, own, help=what)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # warnings of jsonargparse about Lightning
+            parsed = parser.parse_args(arguments)
+    except SystemExit:  # `--help`, `--version`
         return FINE
-    what = f"{others[0]!r} is no command" if others else "a command is missing"
-    raise UsageError(f"{what}; there are {', '.join(COMMANDS)} (`{NAME} --help` says what they do)")
+    except Exception as error:
+        raise UsageError(_one_line(str(error), arguments, options)) from error
+    assert name is not None
+    found = parsed[name]
+    paths: Mapping[str, str | None] = {f"--{option}": found.get(option) for option in _OUTPUTS}
+    for option, path in paths.items():
+        check_output(option, path)
+    try:
+        outcome = getattr(file, f"run_{constant.lower()}")(found)
+    except (BrokenPipeError, UsageError, Interrupted):
+        raise
+    except Exception as error:
+        wrong = usage_error(error)
+        if wrong is None:
+            raise
+        raise wrong from error
+    for option, write_file in outcome.files.items():
+        if path := paths[option]:
+            save(option, path, write_file)
+    show(outcome.markdown)
+    return TO_DO if outcome.has_work else FINE
+
+
+def _own_parser(arguments: list[str], options: Mapping[str, Any], settings: dict[str, Any]) -> tuple[Any, list[str]]:
+    """Return the parser of a command, and the arguments with the YAML files in front."""
+    from jsonargparse import ArgumentParser
+
+    from lightning_amp.cli._commands import CLASS_OPTIONS
+
+    name, *others = arguments
+    without_classes = name == "scale" or (
+        name == "doctor" and not any(argument.partition("=")[0] in CLASS_OPTIONS for argument in others)
+    )
+    if "--help" in others or "-h" in others:
+        options = options if name == "scale" else {**CLASS_OPTIONS, **options}
+        without_classes = True
+    if without_classes:
+        parser = ArgumentParser(exit_on_error=False, **settings)
+    else:
+        from lightning_amp.cli._classes import class_parser, with_configs
+
+        parser = class_parser(**settings)
+        others = with_configs(others)
+    for option, how in options.items():
+        parser.add_argument(option, **how)
+    return parser, [name, *others]
+
+
+def _one_line(text: str, arguments: Sequence[str], options: Mapping[str, Any]) -> str:
+    """Turn an error of jsonargparse, which may have many lines, into one line, with the nearest legal name."""
+    lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
+    text = "; ".join(line for line in lines if not _NOISE.match(line)).replace(":; ", ": ")
+    key = re.match(r"Parser key \"([\w.]+)\":", text)
+    if key is not None:
+        option = key[1] if "." in key[1] else key[1].replace("_", "-")
+        text = f"--{option}:{text[key.end() :]}"
+    text = re.sub(r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1", text).replace("Expected a int", "Expected an int")
+    inside = f"{key[1]}." if key is not None else ""
+    text = re.sub(r"(?<=required: ).*", lambda found: _as_options(found[0], options, inside), text)
+    if not arguments or arguments[0] not in COMMANDS:
+        what = f"{arguments[0]!r} is no command" if arguments else "a command is missing"
+        near = _nearest(arguments[0], COMMANDS) if arguments else ""
+        return f"{what}{near}; there are {', '.join(COMMANDS)} (`{NAME} --help` says what they do)"
+    unknown = re.search(
+        r"nrecognized arguments: (--[\w.-]+)|'(\w+)' is not accepted|not accept option '([\w.]+)'", text
+    )
+    if unknown is None:
+        return text
+    names = [option for option in options if option.startswith("--")]
+    if arguments[0] != "scale":
+        from lightning.pytorch import Trainer
+
+        trainer = inspect.signature(Trainer).parameters
+        names += [f"--{name}" for name in ("model", "data", "config", "optimizer", "lr_scheduler")]
+        names += [f"--trainer.{name}" for name in trainer]
+    if unknown[2] is not None:
+        names = _arguments_of(text)
+        return f"{text}{_nearest(unknown[2], names)}; it takes {', '.join(names)}" if names else text
+    near = _nearest(unknown[1] or f"--{unknown[3]}", names)
+    return f"{text}{near or f'; `{NAME} {arguments[0]} --help` lists the options'}"
+
+
+def _as_options(keys: str, options: Mapping[str, Any], inside: str) -> str:
+    """Write the keys of jsonargparse as they are written on the command line; `inside` is the class that has them."""
+    names = [key.rpartition(".")[2] for key in keys.split(", ")]
+    return ", ".join(options[name]["metavar"] if name in options else f"--{inside}{name}" for name in names)
+
+
+def _arguments_of(text: str) -> list[str]:
+    """Return the names of the arguments of the last class that a message names."""
+    paths = re.findall(r"class_path '([\w.]+)\.(\w+)'", text)
+    with contextlib.suppress(Exception):
+        found = getattr(importlib.import_module(paths[-1][0]), paths[-1][1])
+        return list(inspect.signature(found).parameters)
+    return []
+
+
+def _nearest(name: str, names: Any) -> str:
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _say(name: str, text: str, status: int, *, debug: bool) -> int:

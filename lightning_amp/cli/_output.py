@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from lightning_amp._files import write_atomically
-from lightning_amp._plain_data import Table, null, plain
-from lightning_amp._urls import is_url, location
+from typing_extensions import final
+
+from lightning_amp._files import is_url, location, write_atomically
+from lightning_amp._plain_data import null, plain
 from lightning_amp.cli._errors import UsageError
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
+@final
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a command.
 
-WIDEST = 100
-"""Longest line of text or of a chart, in characters. Longer ones are hard to read, even on a wider terminal."""
+    Attributes:
+        markdown: The text to print.
+        files: The function that writes the file of each option.
+        has_work: Whether the user has something to do: exit status 1.
 
-GAP = 2
-"""Characters between two columns of a table."""
+    """
+
+    markdown: str
+    files: Mapping[str, Callable[[str], object]] = field(default_factory=dict)
+    has_work: bool = False
 
 
 def require_extra(*modules: str) -> None:
@@ -37,24 +45,18 @@ def require_extra(*modules: str) -> None:
             raise UsageError(f"this needs {module}, which cannot be imported ({error}); {advice}") from error
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
+def show(markdown: str) -> None:
+    """Print Markdown to stdout: laid out on a terminal, otherwise as it is.
 
-
-def show(parts: Iterable[RenderableType]) -> None:
-    """Print to stdout, as wide as the terminal; if it is no terminal, in 80 characters and without colour.
-
-    Rich reads `NO_COLOR`, `FORCE_COLOR`, `COLUMNS` and `TERM`. Rich does not print the text itself, because it would
-    end the process with status 1 if the pipe is closed.
+    Rich reads `NO_COLOR`, `FORCE_COLOR`, `COLUMNS` and `TERM`.
     """
+    if not sys.stdout.isatty():
+        write(markdown)
+        return
     from rich.console import Console
+    from rich.markdown import Markdown
 
-    real, text = Console(), io.StringIO()
-    console = Console(
-        file=text, width=real.width, force_terminal=real.is_terminal, highlight=False, markup=False, emoji=False
-    )
-    for part in parts:
-        console.print(part)
-    write("".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
+    Console().print(Markdown(markdown))
 
 
 def write(text: str) -> None:
@@ -79,62 +81,6 @@ def note(text: str) -> None:
     """Write a line to stderr."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
-
-
-def output_width() -> int:
-    """Return how many characters fit into a line."""
-    from rich.console import Console
-
-    return Console().width
-
-
-def paragraph(text: str | RenderableType) -> RenderableType:
-    """Return the text with its lines wrapped to a readable length."""
-    from rich.constrain import Constrain
-    from rich.text import Text
-
-    return Constrain(Text(text) if isinstance(text, str) else text, WIDEST)
-
-
-def laid_out(blocks: Iterable[str | Table]) -> Iterator[RenderableType]:
-    """Yield the blocks of a report, Markdown or tables, for a terminal, with empty lines between them."""
-    from rich.markdown import Markdown
-
-    for number, block in enumerate(blocks):
-        if number:
-            yield ""
-        yield paragraph(Markdown(block)) if isinstance(block, str) else table(*block[:2], justify="left")
-
-
-def table(
-    header: Sequence[str], rows: Iterable[Sequence[str]], justify: Literal["left", "right"] = "right"
-) -> RenderableType:
-    """Return a table without rules, whose first column is aligned to the left.
-
-    If it is too wide, rows and columns are swapped if it then fits or has fewer columns. If it still does not fit, its
-    cells are wrapped.
-    """
-    from rich.table import Table as RichTable
-
-    lines: Sequence[Sequence[str]] = [header, *rows]
-    turned = list(zip(*lines, strict=True))
-    width = output_width()
-    if _width(lines) > width and (_width(turned) <= width or len(lines) < len(turned)):
-        lines = turned
-    made = RichTable(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-    for number, name in enumerate(lines[0]):
-        made.add_column(name, justify=justify if number else "left", overflow="fold")
-    for row in lines[1:]:
-        made.add_row(*row)
-    return made
-
-
-def _width(lines: Sequence[Sequence[str]]) -> int:
-    """Return the width of a table whose cells are not wrapped."""
-    return sum(max(map(len, column)) + GAP for column in zip(*lines, strict=True)) - GAP
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def check_output(option: str, path: str | None) -> None:

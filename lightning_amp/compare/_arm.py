@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, quantiles
 from typing import NamedTuple
 
 from typing_extensions import final
 
-from lightning_amp.compare._run import ArmRun, Point
-from lightning_amp.compare._statistics import ALPHA, Difference, Direction
-from lightning_amp.compare._verdict import Verdict
-from lightning_amp.findings import before_fallback
+from lightning_amp.compare._run import Run
+from lightning_amp.compare._stats import Difference, Direction, Verdict
 from lightning_amp.measure import MemoryOf, SpeedComparison
 
 
@@ -43,7 +41,6 @@ class ArmMetric:
         evaluation_diff: Last value minus the value of the same weights in fp32: the effect of rounding in evaluation.
         time_to_quality_s: Seconds of training until the arm reached the reference's final value with the same seed,
             within the margin if there is one; infinite if it never did. Empty without a direction.
-        num_hypotheses: How many metrics and arms were judged together.
 
     """
 
@@ -56,7 +53,6 @@ class ArmMetric:
     verdict: Verdict
     evaluation_diff: Mapping[int, float]
     time_to_quality_s: Mapping[int, float]
-    num_hypotheses: int = 1
 
     @property
     def final(self) -> float:
@@ -67,19 +63,6 @@ class ArmMetric:
     def best(self) -> float:
         """Return the mean of the best values; NaN without a direction."""
         return mean(self.bests.values())
-
-    @property
-    def highest_cost(self) -> float | None:
-        """Return an upper bound of the arm's cost in this metric; positive is worse.
-
-        It holds with 95 % for all metrics and arms together, by Bonferroni's correction. With a smaller margin, Holm's
-        correction may find the arm undecided.
-
-        """
-        if self.difference is None or self.direction is None:
-            return None
-        bounds = self.difference.bounds(ALPHA / self.num_hypotheses)
-        return None if bounds is None else bounds[1] if self.direction == "min" else -bounds[0]
 
 
 @final
@@ -92,12 +75,11 @@ class Arm:
         description: The plugin that it ran with.
         is_reference: Whether this arm is the one with which all other arms are compared.
         is_control: Whether it is the control: the reference, with initial weights moved in their last bit.
-        runs: The record of each run, in the order of the seeds.
+        runs: The record of each run, in the order of the seeds. A run that left no record has an error that says so.
         metrics: By name.
-        speed: How many times as fast as the reference it trains, paired by seed and step, with a 95 % interval over
+        speed: How many times as fast as the reference it trains, paired by seed and step, with a 90 % interval over
             seeds. `None` for the reference, and if it was not compared.
         not_compared: Why the speed was not compared.
-        speed_runs: Short runs, each alone on a device, whose times are then those of the arm.
 
     """
 
@@ -105,36 +87,30 @@ class Arm:
     description: str
     is_reference: bool
     is_control: bool
-    runs: tuple[ArmRun, ...]
+    runs: tuple[Run, ...]
     metrics: Mapping[str, ArmMetric]
     speed: SpeedComparison | None
     not_compared: str = ""
-    speed_runs: tuple[ArmRun, ...] = ()
 
     @property
     def errors(self) -> dict[int, str]:
-        """Return the errors of the runs that failed, by seed."""
+        """Return the errors of the runs that failed or left no record, by seed."""
         return {run.seed: run.error for run in self.runs if run.error is not None}
 
     @property
-    def finished(self) -> list[ArmRun]:
+    def finished(self) -> list[Run]:
         """Return the runs that trained to their end."""
         return [run for run in self.runs if run.finished]
 
     @property
-    def timed(self) -> list[ArmRun]:
-        """Return the runs whose times are those of the arm."""
-        return [run for run in self.speed_runs or self.runs if run.finished]
-
-    @property
     def step_s(self) -> Quartiles | None:
         """Return seconds per training step, over the steady steps of all seeds; `None` if there were too few."""
-        return _quartiles(time for run in self.timed for time in run.step_s)
+        return _quartiles(time for run in self.finished for time in run.step_s)
 
     @property
     def samples_per_s(self) -> Quartiles | None:
         """Return samples per second; `None` if the batch size is unknown."""
-        return _quartiles(speed for run in self.timed for speed in run.samples_per_s)
+        return _quartiles(speed for run in self.finished for speed in run.samples_per_s)
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -158,9 +134,8 @@ class Arm:
 
     @property
     def final_scales(self) -> list[float]:
-        """Return the last loss scale of each run, before a fallback; empty without loss scaling."""
-        scaled = [run for run in self.finished if run.scale and run.scale[0].precision in ("", "fp16")]
-        return [before_fallback(run.scale)[-1].next_scale for run in scaled]
+        """Return the last loss scale of each run; empty without loss scaling."""
+        return [run.scale[-1].next_scale for run in self.finished if run.scale]
 
     @property
     def matmul_flops(self) -> dict[str, float]:
@@ -176,6 +151,21 @@ class Arm:
         """Return the precisions that the plugins chose; empty if no run finished."""
         return "; ".join(dict.fromkeys(run.precision for run in self.finished))
 
+    def judged(self, claim: str = "") -> list[ArmMetric]:
+        """Return the metrics with a margin, or only the metrics whose verdict is the given claim."""
+        judged = [metric for metric in self.metrics.values() if metric.margin is not None]
+        return [metric for metric in judged if metric.verdict.claim == claim] if claim else judged
+
+    @property
+    def is_fine(self) -> bool:
+        """Return whether it was shown to be not worse in every metric with a margin."""
+        return bool(self.judged()) and not self.errors and self.judged() == self.judged("not worse")
+
+    @property
+    def not_finite_in(self) -> list[ArmMetric]:
+        """Return the metrics with a margin whose final value is not finite with some seed."""
+        return [metric for metric in self.judged() if not all(map(math.isfinite, metric.finals.values()))]
+
 
 def _quartiles(values: Iterable[float]) -> Quartiles | None:
     found = [value for value in values if 0 < value < math.inf]
@@ -188,15 +178,3 @@ def mean(values: Iterable[float]) -> float:
     """Return the mean; NaN without values."""
     found = list(values)
     return fmean(found) if found else math.nan
-
-
-def best(points: Sequence[Point], direction: Direction) -> float:
-    """Return the best value of a curve; NaN only if all values are NaN."""
-    values = [point.value for point in points if not math.isnan(point.value)]
-    return (min if direction == "min" else max)(values, default=math.nan)
-
-
-def time_to(points: Sequence[Point], target: float, direction: Direction) -> float:
-    """Return the seconds of training until a curve was as good as `target`; infinite if it never did."""
-    good = (p.train_s for p in points if (p.value <= target if direction == "min" else p.value >= target))
-    return next(good, math.inf)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -15,9 +14,9 @@ from lightning.pytorch import Trainer
 from lightning_amp._arguments import is_number, require, require_count
 from lightning_amp._text import named
 from lightning_amp.compare._directions import direction_of
-from lightning_amp.compare._plan import Margin
 from lightning_amp.compare._process import IN_AN_ARM
-from lightning_amp.compare._run import ArmRun
+from lightning_amp.compare._run import Margin
+from lightning_amp.compare._spec import check_travels
 
 
 def check_place(name: str) -> None:
@@ -59,13 +58,7 @@ def check_trainer_kwargs(trainer_kwargs: object) -> dict[str, Any]:
             "`trainer_kwargs` must not have 'fast_dev_run': it logs nothing that could be compared. Use 'max_steps',"
             " 'limit_train_batches' and 'limit_val_batches'."
         )
-    try:
-        pickle.dumps(found)
-    except Exception as error:
-        raise ValueError(
-            f"`trainer_kwargs` cannot be sent to another process: {type(error).__name__}: {error}. Pass objects that"
-            " can be pickled; other objects may be made in the module's `configure_callbacks`."
-        ) from error
+    check_travels("trainer_kwargs", found, "Make such objects in the module's `configure_callbacks`.")
     return found
 
 
@@ -91,10 +84,22 @@ def check_trainer_names(trainer_kwargs: object, instead: str, advice: str) -> di
         if name in ("precision", "plugins"):
             raise ValueError(f"`trainer_kwargs` must not have {name!r}, which is {instead}. {advice}")
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            meant = f"Did you mean {close[0]!r}?" if close else f"It knows {known}."
-            raise ValueError(f"`trainer_kwargs` must hold arguments of the Trainer, got {name!r}. {meant}")
+            advice = _meant(name, known) or f" It knows {known}."
+            raise ValueError(f"`trainer_kwargs` must hold arguments of the Trainer, got {name!r}.{advice}")
     return dict(trainer_kwargs)
+
+
+def check_seeds(seed: int, num_seeds: int, control: object) -> None:
+    """Refuse arguments that are not seeds.
+
+    Raises:
+        ValueError: If a value is refused. The message says which values are legal.
+
+    """
+    require_count("num_seeds", num_seeds)
+    require_count("seed", seed, 0)
+    require(control is None or isinstance(control, bool), "control", "`True`, `False`", control, none="or `None`")
+    require(seed + num_seeds <= 2**32, "seed", "below 2**32, with all of `num_seeds`", seed)
 
 
 def parse_margins(margins: object) -> dict[str, Margin]:
@@ -121,37 +126,29 @@ def parse_margins(margins: object) -> dict[str, Margin]:
     return found
 
 
-def check_seeds(seed: int, num_seeds: int, control: object) -> None:
-    """Refuse arguments that are not seeds.
+def wrong_margin(margins: Mapping[str, Margin], logged: Iterable[str], directions: Iterable[str]) -> str:
+    """Return what is wrong with margins for a module's metrics; empty if all can be judged.
 
-    Raises:
-        ValueError: If a value is refused. The message says which values are legal.
-
-    """
-    require_count("num_seeds", num_seeds)
-    require_count("seed", seed, 0)
-    require(control is None or isinstance(control, bool), "control", "`True`, `False`", control, none="or `None`")
-    require(seed + num_seeds <= 2**32, "seed", "below 2**32, with all of `num_seeds`", seed)
-
-
-def check_margins(margins: Mapping[str, Margin], run: ArmRun) -> None:
-    """Refuse margins for metrics that a finished run did not log, or whose better direction is unknown.
-
-    Raises:
-        ValueError: If a margin is refused. The message names the metrics that the run logged.
+    Args:
+        margins: The margins.
+        logged: The metrics that a validation logged.
+        directions: The metrics whose better direction torchmetrics knows.
 
     """
+    logged, directions = list(logged), list(directions)
     for name, margin in margins.items():
-        if name not in run.curves:
-            there = f"it logs {named(list(run.curves))}" if run.curves else "it logs nothing in validation"
-            close = difflib.get_close_matches(name, run.curves, n=1)
-            advice = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(
-                f"`margins` must name metrics that the module logs in validation, got {name!r}; {there}.{advice}"
-            )
-        if name not in run.directions and margin.direction is None and direction_of(name) is None:
-            raise ValueError(
+        if name not in logged:
+            there = f"it logs {named(logged)}" if logged else "it logs nothing in validation"
+            rule = "`margins` must name metrics that the module logs in its first validation"
+            return f"{rule}, got {name!r}; {there}.{_meant(name, logged)}"
+        if name not in directions and margin.direction is None and direction_of(name) is None:
+            return (
                 f"`margins[{name!r}]` must say which way {name!r} is better: neither torchmetrics nor its name does."
-                f' Write `margins={{{name!r}: ("min", {margin.value:g})}}` if lower is better, else `("max",'
-                f" {margin.value:g})`."
+                f' Write `("min", {margin.value:g})` if lower is better, else `("max", {margin.value:g})`.'
             )
+    return ""
+
+
+def _meant(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,33 +1,63 @@
-"""The script that the process of an arm runs: `python _child.py HEADER`.
+"""The script that the process of a run runs: `python _child.py FOLDER`, which holds the run in `spec.pickle`.
 
 It is run by its path, and imports only the standard library until `sys.path` is set. So this package need not be
-installed. `python _child.py --serve HEADER` imports what all runs need, and forks a process for each header that it is
-sent.
+installed. `python _child.py --serve PATH` imports what all runs need, and forks a process for each run that it reads.
 """
 
+import gc
+import importlib
 import json
 import os
+import pickle
 import sys
 import time
 
-if __name__ == "__main__":
-    started = time.time()
-    with open(sys.argv[-1], encoding="utf-8") as file:
-        header = json.load(file)
-    sys.path[:] = header["path"]
-    parent = os.getppid()
-    if sys.argv[1] == "--serve":
-        from lightning_amp.compare._fork_server import serve
 
-        header, started = serve(parent)  # returns in a fork only
-    # ask the kernel to end this process at once when its parent ends; on other systems the arm ends at its next batch
+def follow_parent() -> None:
+    """Ask the kernel of Linux to end this process at once when its parent ends."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-        if header["cores"]:
-            os.sched_setaffinity(0, header["cores"])
 
-    from lightning_amp.compare._worker import main
 
-    main(header, started)
+def serve() -> str:
+    """Fork a process for each folder, one after the other, and write its number and its exit status.
+
+    Returns:
+        In a fork: its folder. In the server it does not return.
+
+    """
+    sys.path[:] = json.loads(sys.argv[2])
+    # an optimizer imports `torch._dynamo` in its first step
+    for name in ("lightning_amp.compare._train", "torch._dynamo", "cloudpickle"):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # otherwise the garbage collection of a fork would copy all this memory
+    for line in iter(sys.stdin.buffer.readline, b""):
+        folder, log = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            os.setsid()
+            for number, path in enumerate((os.devnull, log, log)):
+                os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
+            sys.argv[1:] = [folder]  # Lightning starts other ranks with these arguments
+            return folder
+        os.write(1, b"%d\n" % pid)
+        os.write(1, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    raise SystemExit
+
+
+if __name__ == "__main__":
+    follow_parent()
+    folder = serve() if sys.argv[1] == "--serve" else sys.argv[1]
+    started = time.time()
+    follow_parent()
+    with open(f"{folder}/spec.pickle", "rb") as file:
+        header = pickle.load(file)
+    sys.path[:] = header["path"]
+    if header["cores"]:
+        os.sched_setaffinity(0, header["cores"])
+    from lightning_amp.compare._train import main
+
+    main(folder, header, started)

@@ -1,16 +1,40 @@
-"""`compare_precisions`: train the same module in several precisions, and judge them."""
+"""`compare_precisions`: train the same module in several precisions, and judge them.
+
+One arm takes this path: `Spec` (`_spec.py`) -> a process (`_process.py`, `_child.py`) -> training (`_train.py`) ->
+`Run` (`_run.py`), which `Store` keeps -> `PrecisionReport` (`_report.py`) -> `Verdict` (`_stats.py`).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
+from typing_extensions import final
 
-from lightning_amp.compare._comparison import Comparison
-from lightning_amp.compare._plan import MeasureSpeed
+from lightning_amp.compare._checks import (
+    check_place,
+    check_seeds,
+    check_trainer_kwargs,
+    parse_margins,
+    wrong_margin,
+)
+from lightning_amp.compare._describe import Identity, factory_name, shown
+from lightning_amp.compare._executors import check_executor, run_in_process, run_on
+from lightning_amp.compare._local_devices import LocalDevices
+from lightning_amp.compare._process import HERE
+from lightning_amp.compare._progress import Progress, progress
 from lightning_amp.compare._report import PrecisionReport
+from lightning_amp.compare._run import CONTROL, Plan, Run
+from lightning_amp.compare._spec import Spec, check_factory, parse_arms
+from lightning_amp.compare._stats import scipy_special
+from lightning_amp.compare._store import Store, file_name
 
 
 def compare_precisions(
@@ -25,50 +49,43 @@ def compare_precisions(
     control: bool | None = None,
     dirpath: str | os.PathLike[str] | None = None,
     executor: Any = None,
-    measure_speed: MeasureSpeed = "as run",
 ) -> PrecisionReport:
     """Train the same module in several precisions, and judge whether a precision is worse and how much it gains.
 
     .. code-block:: python
 
-        from models import Model, Data  # in a file that another process can import
-
-        if __name__ == "__main__":
-            report = compare_precisions(
-                Model,
-                Data,
-                precisions=["fp32", "bf16", "fp16"],
-                trainer_kwargs=dict(max_epochs=10),
-                num_seeds=3,
-                margins={"val_loss": 0.01},
-                dirpath="comparison",
-            )
-            print(report)
-            report.to_html("comparison.html")
+        report = compare_precisions(
+            Model,
+            Data,
+            precisions=["fp32", "bf16", "fp16"],
+            trainer_kwargs=dict(max_epochs=10),
+            num_seeds=3,
+            margins={"val_loss": 0.01},
+            dirpath="comparison",
+        )
+        print(report)
+        report.to_html("comparison.html")
 
     Each run does what a user would do by hand: `seed_everything(seed)`, `make_module()`, `make_data()`,
     `Trainer(**trainer_kwargs, plugins=[...]).fit`. It runs in a process of its own, and computes the same values, bit
     for bit. All arms of one seed share initial weights, data order and random draws. They run one after the other,
-    unless an executor runs several at once.
-    Every second seed runs them in reverse order, so that a machine that becomes slower does not always slow down the
-    same arm.
+    unless an executor runs several at once. Every second seed runs them in reverse order, so that a machine that
+    becomes slower does not always slow down the same arm.
 
     A verdict compares the final values of a metric with a margin, paired by seed. It is "not worse" if the one-sided
     95 % bound of the mean cost is within the margin, and "worse" if the bound is beyond it. Otherwise the verdict is
     "undecided". The test is corrected for the number of metrics and arms. Fewer than three seeds never decide. The
-    control is the reference with its initial weights moved in their last bit: it shows the run-to-run noise, and how
-    busy the machine was.
+    spread of a metric is at least its resolution: one row of the validation set for an accuracy. A run that failed or
+    left no record leaves its arm undecided. The control is the reference with its initial weights moved in their last
+    bit: it shows the run-to-run noise, and how busy the machine was.
 
-    A speed is the median ratio of the times of the same steps, seed by seed, with a 95 % interval over the seeds. If
+    A speed is the median ratio of the times of the same steps, seed by seed, with a 90 % interval over the seeds. If
     either arm may be the faster one, it is printed as "speed undecided". Runs that shared a device, or had devices of
     different models, are not compared in speed.
 
-    With an executor, a run whose worker dies is repeated once; if that is lost as well, it has failed. The report says
-    so. Each worker needs the same versions of this package, torch, Lightning and Python.
-
     Args:
-        make_module: Returns a new LightningModule: its class, or a function without arguments. Another process imports
-            it, so define it at the top level of a file. The file may be the script, if that has a `__main__` guard.
+        make_module: Returns a new LightningModule: its class, or a function without arguments. It travels by value, so
+            lambdas, functions of a notebook and of the script itself are fine.
         make_data: Returns a new LightningDataModule, in the same way.
         precisions: Names, or a mapping from labels to names, plugins, or arguments of :class:`AmpPrecision`:
             `{"fp32": "fp32", "fp16, head in fp32": dict(precision="fp16", fp32_modules=["head"])}`. The first is the
@@ -81,26 +98,22 @@ def compare_precisions(
             direction is known from torchmetrics or from the name. If it is not, write `{"val_thing": ("min", 0.1)}`.
         control: Whether to run the control; `None`: with more than one seed.
         dirpath: Folder in which finished runs are kept, or its URL. A second call with the same arguments, or with more
-            seeds or precisions, runs only the missing ones. `None` keeps nothing.
+            seeds or precisions, runs only the missing ones. Runs with other settings, or of other versions of torch,
+            Lightning or this package, are refused. `None` keeps nothing.
         executor: Trains several runs at once: :class:`LocalDevices`, or any object with `submit(fn, /, *args)` whose
             result has `done()` and `result()`. Executors of `concurrent.futures`, Dask (`client.get_executor()`),
-            submitit, executorlib and Parsl are such. A lambda or a function of a notebook is sent with cloudpickle.
-            `None`: one run after the other.
-        measure_speed: `"as run"`: compare the times of the runs that had their device for themselves. `"alone"`: train
-            all arms for some steps more, one after the other on one device, and compare these times. `False`: do not
-            compare speeds.
+            submitit, executorlib and Parsl are such. A lost worker is a failed run; call again with the same `dirpath`
+            to repeat it. `None`: one run after the other.
 
     Returns:
         The report. The folder also keeps failed runs, with their errors.
 
     Raises:
         ValueError: If an argument is wrong, before anything runs if that can be known. If a margin is for a metric
-            that the first finished run did not log. If `dirpath` has another comparison.
-        RuntimeError: If it is called on several ranks, or by a file that is imported in the process of an arm. If
-            workers of the executor have other packages, or it takes no runs.
-        OSError: If `dirpath` cannot be written.
-        ModuleNotFoundError: With more than one seed and without scipy (`pip install scipy`). With an executor and
-            factories that have no importable name, and without cloudpickle.
+            that the first validation of the reference did not log. If `dirpath` has another comparison.
+        RuntimeError: If it is called on several ranks, or by a file that is imported in the process of an arm.
+        OSError: If `dirpath` cannot be made.
+        ModuleNotFoundError: Without cloudpickle, or with more than one seed without scipy.
         KeyboardInterrupt: If it is interrupted; finished runs stay in `dirpath`.
 
     Cost: all runs, and about a second to start each on Linux; the first start takes some seconds. After each run the
@@ -108,17 +121,137 @@ def compare_precisions(
     FLOPs. The reported training time includes neither of them.
 
     """
-    comparison = Comparison(
-        make_module,
-        make_data,
-        precisions,
-        trainer_kwargs=trainer_kwargs,
-        seed=seed,
-        num_seeds=num_seeds,
-        margins=margins,
-        control=control,
-        dirpath=dirpath,
-        executor=executor,
-        measure_speed=measure_speed,
-    )
-    return comparison.run()
+    return Comparison(**locals()).run()
+
+
+@final
+class Comparison:
+    """A comparison whose arguments are checked.
+
+    Args and errors are those of :func:`compare_precisions`.
+    """
+
+    def __init__(
+        self,
+        make_module: Callable[[], LightningModule],
+        make_data: Callable[[], LightningDataModule],
+        precisions: Sequence[Any] | Mapping[str, Any],
+        *,
+        trainer_kwargs: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        num_seeds: int = 1,
+        margins: Mapping[str, Any] | None = None,
+        control: bool | None = None,
+        dirpath: str | os.PathLike[str] | None = None,
+        executor: Any = None,
+    ) -> None:
+        check_place("compare_precisions")
+        check_executor(executor)
+        check_factory("make_module", make_module, LightningModule)
+        check_factory("make_data", make_data, LightningDataModule)
+        kwargs = check_trainer_kwargs(trainer_kwargs)
+        if isinstance(executor, LocalDevices):
+            executor.check_trainer(kwargs)
+        arms = parse_arms(precisions, kwargs.get("strategy", "auto"))
+        check_seeds(seed, num_seeds, control)
+        if num_seeds > 1:
+            scipy_special()
+        self._executor = executor
+        self.plan = plan = Plan(
+            make_module=factory_name(make_module),
+            make_data=factory_name(make_data),
+            arms={label: arm.description for label, arm in arms.items()},
+            trainer_kwargs={name: shown(value) for name, value in kwargs.items()},
+            seed=seed,
+            num_seeds=num_seeds,
+            control=num_seeds > 1 if control is None else control,
+            margins=parse_margins(margins),
+        )
+        arms[CONTROL] = replace(arms[plan.reference], label=CONTROL, moved=True)
+        self._arms = {
+            label: replace(arm, make_module=make_module, make_data=make_data, trainer_kwargs=kwargs)
+            for label, arm in arms.items()
+        }
+        self._store = None
+        if dirpath is not None:
+            identity = Identity()
+            settings = {"make_module": make_module, "make_data": make_data, "trainer_kwargs": kwargs}
+            texts = {label: identity.of(arm.source) for label, arm in arms.items()}
+            texts[CONTROL] = f"the control of {texts[plan.reference]}"
+            shared = {name: identity.of(value) for name, value in settings.items()}
+            self._store = Store(dirpath, shared, texts, list(dict.fromkeys(identity.unknown)))
+
+    def run(self) -> PrecisionReport:
+        """Train what is not kept, and judge all runs."""
+        return PrecisionReport(self.plan, self._trained(list(self.plan.runs())))
+
+    def run_part(self, part: int, num_parts: int) -> list[Run]:
+        """Train one share of the runs, as far as they are not kept; `part` counts from 1.
+
+        A share is a row of neighbours in the order of :meth:`Plan.runs`. So the arms of one seed run on one machine, if
+        there are not more parts than seeds.
+        """
+        runs = list(self.plan.runs())
+        first, last = ((part - 1 + i) * len(runs) // num_parts for i in (0, 1))
+        return self._trained(runs[first:last])
+
+    def collect(self) -> PrecisionReport:
+        """Judge the runs that are kept, those that failed as well; runs that are missing count as failed."""
+        found = [self._kept(*key, failed=True) for key in self.plan.runs()]
+        runs = [run for run in found if run is not None]
+        self._check_margins(runs)
+        return PrecisionReport(self.plan, runs)
+
+    def _trained(self, wanted: Sequence[tuple[str, int]]) -> list[Run]:
+        """Return runs: those that are kept, and the others after training them."""
+        found = {key: self._kept(*key) for key in self.plan.runs()}  # all, so that other settings are refused
+        runs = [run for key in wanted if (run := found[key]) is not None]
+        self._check_margins(runs)
+        with (
+            progress(len(wanted)) as bar,
+            HERE.forking(),
+            tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as scratch,
+        ):
+            for run in runs:
+                bar.finish(f"{run.name}: kept from before")
+            todo = [self._spec(*key, Path(scratch)) for key in wanted if found[key] is None]
+            folders = {(spec.label, spec.seed): spec.folder for spec in todo}
+            with closing(self._train(todo, bar)) as ended:
+                for run in ended:
+                    if self._store is not None:
+                        self._store.save(run)
+                    shutil.rmtree(Path(scratch, Path(folders[run.label, run.seed]).name), ignore_errors=True)
+                    bar.finish(f"{run.name}: {_ending(run)}")
+                    if run.refused:
+                        raise ValueError(run.refused)
+                    self._check_margins([run])
+                    runs.append(run)
+        return runs
+
+    def _train(self, specs: Sequence[Spec], bar: Progress) -> Generator[Run]:
+        if self._executor is not None:
+            yield from run_on(self._executor, specs)
+            return
+        for spec in specs:
+            bar.start(f"{spec.label}, seed {spec.seed}")
+            yield run_in_process(spec, bar.move)
+
+    def _spec(self, label: str, seed: int, scratch: Path) -> Spec:
+        folder = scratch if self._store is None else self._store.folder or scratch
+        margins = self.plan.margins if label == self.plan.reference else {}
+        return replace(self._arms[label], seed=seed, folder=str(folder / file_name(label, seed)), margins=margins)
+
+    def _check_margins(self, runs: Sequence[Run]) -> None:
+        """Refuse margins for metrics that a finished run of the reference did not log."""
+        for run in runs:
+            wrong = wrong_margin(self.plan.margins, run.curves, run.directions)
+            if wrong and run.finished and run.label == self.plan.reference:
+                raise ValueError(wrong)
+
+    def _kept(self, label: str, seed: int, *, failed: bool = False) -> Run | None:
+        return None if self._store is None else self._store.load(label, seed, failed=failed)
+
+
+def _ending(run: Run) -> str:
+    error = " ".join((run.error or "").split())
+    return f"{run.total_s:.0f} s" if run.finished else f"failed: {error[:160]}{'...' * (len(error) > 160)}"

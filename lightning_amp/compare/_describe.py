@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -25,30 +23,29 @@ def shown(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def identity(value: Any) -> str:
-    """Write a value with all its attributes. Equal settings have the same text in every process."""
-    return _Writer().write(value, ())
-
-
-def without_identity(value: Any) -> list[str]:
-    """Return the types of parts whose objects all have the same text in :func:`identity`."""
-    writer = _Writer()
-    writer.write(value, ())
-    return list(dict.fromkeys(writer.without_identity))
-
-
-def main_path() -> str | None:
-    """Return the path of the running script; `None` in a notebook or at a prompt."""
-    path = getattr(sys.modules["__main__"], "__file__", None)
-    return str(Path(path).resolve()) if path and Path(path).is_file() else None
+def factory_name(factory: Any) -> str:
+    """Return the name that a person would write: `Net`, `make_net`, `Net(width=64)`."""
+    if isinstance(factory, partial):
+        arguments = [*map(shown, factory.args), *(f"{name}={shown(value)}" for name, value in factory.keywords.items())]
+        return f"{factory_name(factory.func)}({', '.join(arguments)})"
+    name = getattr(factory, "__qualname__", None) or shown(factory)
+    name = name.rpartition("<locals>.")[2].replace("<lambda>", "lambda")
+    return re.sub(r"^(\w+\.)+(?=\w+\()", "", name)  # a factory of the command line names its classes with their modules
 
 
 @final
-class _Writer:
-    def __init__(self) -> None:
-        self.without_identity: list[str] = []
+class Identity:
+    """Writes values with all their attributes. Equal settings have the same text in every process.
 
-    def write(self, value: Any, above: tuple[int, ...]) -> str:
+    Attributes:
+        unknown: Types of values that have the same text as other values.
+
+    """
+
+    def __init__(self) -> None:
+        self.unknown: list[str] = []
+
+    def of(self, value: Any, above: tuple[int, ...] = ()) -> str:
         """Write a value; `above` are the ids of the values that contain it."""
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if isinstance(value, (str, bytes, int, float, complex)):
@@ -57,20 +54,24 @@ class _Writer:
             return "..."
         above = (*above, id(value))
         if isinstance(value, Mapping):
-            items = sorted(f"{self.write(key, above)}: {self.write(item, above)}" for key, item in value.items())
+            items = sorted(f"{self.of(key, above)}: {self.of(item, above)}" for key, item in value.items())
             return f"{{{', '.join(items)}}}"
         if isinstance(value, (list, tuple)):
-            return ("[%s]" if isinstance(value, list) else "(%s)") % ", ".join(self.write(v, above) for v in value)
+            return ("[%s]" if isinstance(value, list) else "(%s)") % ", ".join(self.of(v, above) for v in value)
         if isinstance(value, (set, frozenset)):
-            return f"set({', '.join(sorted(self.write(v, above) for v in value))})"
+            return f"set({', '.join(sorted(self.of(v, above) for v in value))})"
         if isinstance(value, partial):
-            return f"partial{self.write((value.func, value.args, value.keywords), above)}"
+            return f"partial{self.of((value.func, value.args, value.keywords), above)}"
+        if isinstance(value, CodeType):
+            return self.of((value.co_code, value.co_consts, value.co_names), above)
         if hasattr(value, "__qualname__"):  # a class, a function, a method
             owner = getattr(value, "__self__", None)
+            name = f"{value.__module__}.{value.__qualname__}"
+            if isinstance(value, FunctionType) and "<" in name:  # a lambda or an inner function: by what it does
+                cells = [cell.cell_contents for cell in value.__closure__ or ()]
+                name += self.of((value.__code__, value.__defaults__, cells), above)
             has_owner = owner is not None and not isinstance(owner, (type, ModuleType))
-            script = main_path() if value.__module__ == "__main__" else None
-            name = f"{Path(script).stem if script else value.__module__}.{value.__qualname__}"
-            return f"{name} of {self.write(owner, above)}" if has_owner else name
+            return f"{name} of {self.of(owner, above)}" if has_owner else name
         if isinstance(value, AbstractFileSystem):  # of a logger or callback; it holds a random token and credentials
             return kind
         if isinstance(value, torch.Tensor):
@@ -78,10 +79,8 @@ class _Writer:
                 return f"tensor({value.tolist()}, {value.dtype})"
         elif hasattr(value, "__dict__"):
             attributes = {name: item for name, item in vars(value).items() if name not in _NO_SETTINGS}
-            return f"{kind}{self.write(attributes, above)}"
-        elif not _UNNAMED.search(repr(value)) and not getattr(
-            value, "shape", ()
-        ):  # the `repr` of a large array is shortened
+            return f"{kind}{self.of(attributes, above)}"
+        elif not _UNNAMED.search(repr(value)) and not getattr(value, "shape", ()):  # of a large array it is shortened
             return f"{kind}({value!r})"
-        self.without_identity.append(type(value).__qualname__)
+        self.unknown.append(type(value).__qualname__)
         return kind

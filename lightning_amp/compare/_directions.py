@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from lightning_amp.compare._statistics import Direction
+from lightning_amp.compare._stats import Direction
 
 _LOWER = {
     "bce", "bpb", "bpc", "bpd", "brier", "ce", "cer", "cost", "crossentropy", "crps", "ece", "eer", "epe", "err",

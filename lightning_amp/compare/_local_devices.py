@@ -15,8 +15,13 @@ import torch
 from typing_extensions import final
 
 from lightning_amp._arguments import is_count, require, require_count
-from lightning_amp.compare._place import VISIBLE, Place, assigned, visible_devices
-from lightning_amp.compare._process import IN_AN_ARM
+from lightning_amp.compare._process import HERE
+
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""The variable by which a process sees some devices of a type only, numbered from 0 on."""
+
+_Place = tuple[Mapping[str, str], Sequence[int]]
+"""Variables that select devices, and numbers of CPU cores; empty: all of them."""
 
 
 @final
@@ -25,11 +30,8 @@ class LocalDevices:
 
     .. code-block:: python
 
-        from models import Model, Data  # in a file that another process can import
-
-        if __name__ == "__main__":
-            executor = LocalDevices()  # as many runs at once as there are GPUs
-            report = compare_precisions(Model, Data, trainer_kwargs=dict(max_epochs=10), executor=executor)
+        executor = LocalDevices()  # as many runs at once as there are GPUs
+        report = compare_precisions(Model, Data, trainer_kwargs=dict(max_epochs=10), executor=executor)
 
     Each run sees its own devices only (`CUDA_VISIBLE_DEVICES`, or the same of another accelerator), numbered from 0 on.
     Without an accelerator the CPU cores are divided: each run is bound to its share, and has as many threads. The
@@ -50,12 +52,8 @@ class LocalDevices:
         require_count("per_run", per_run)
         if num is not None:
             require_count("num", num)
-        # the process of a run may import a script that makes one at its top, and sees fewer devices than the script
-        self._places = [Place()] if os.environ.get(IN_AN_ARM) else _places(devices, per_run, num)
+        self._places = _places(devices, per_run, num)
         self._per_run = per_run
-        self._free: queue.SimpleQueue[Place] = queue.SimpleQueue()
-        for place in self._places:
-            self._free.put(place)
         self._pool: ThreadPoolExecutor | None = None
 
     @property
@@ -71,33 +69,35 @@ class LocalDevices:
 
         """
         devices = trainer_kwargs.get("devices", "auto")
-        if not self._places[0].environment or devices in ("auto", -1, "-1", self._per_run, str(self._per_run)):
-            return
-        what = f"{devices} devices" if isinstance(devices, int) else f"the devices {devices!r}"
-        raise ValueError(
-            f"`trainer_kwargs['devices']` asks for {what}, but `LocalDevices` gives {self._per_run} to each run,"
-            " numbered from 0 on. Write `LocalDevices(per_run=...)`, and leave `devices` out."
-        )
+        if self._places[0][0] and devices not in ("auto", -1, "-1", self._per_run, str(self._per_run)):
+            raise ValueError(
+                f"`trainer_kwargs['devices']` is {devices!r}, but `LocalDevices` gives each run {self._per_run},"
+                " numbered from 0 on. Write `LocalDevices(per_run=...)`, and leave `devices` out."
+            )
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Job:
         """Call `fn` in a thread as soon as devices are free. A run that it starts gets these devices."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.num_at_once, thread_name_prefix="lightning-amp")
+            free = queue.SimpleQueue[_Place]()
+            for place in self._places:
+                free.put(place)
+
+            def take() -> None:
+                HERE.use(*free.get())
+
+            self._pool = ThreadPoolExecutor(self.num_at_once, "lightning-amp", take)
         stop = threading.Event()
-        return Job(self._pool.submit(self._call, stop, fn, *args), stop)
+        return Job(self._pool.submit(_call, stop, fn, *args), stop)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more runs, as executors of `concurrent.futures` do."""
         if self._pool is not None:
             self._pool.shutdown(wait, cancel_futures=cancel_futures)
 
-    def _call(self, stop: threading.Event, fn: Callable[..., Any], *args: Any) -> Any:
-        place = self._free.get()
-        assigned.set(Place(place.environment, place.cores, stop))
-        try:
-            return fn(*args)
-        finally:
-            self._free.put(place)
+
+def _call(stop: threading.Event, fn: Callable[..., Any], *args: Any) -> Any:
+    HERE.watch(stop)
+    return fn(*args)
 
 
 @final
@@ -121,17 +121,21 @@ class Job:
         return self._future.cancel() or not self._future.done()
 
 
-def _places(devices: Sequence[int | str] | None, per_run: int, num: int | None) -> list[Place]:
+def visible_devices(device_type: str) -> list[str]:
+    """Return the devices that the environment names for this process; empty if it names none."""
+    text = os.environ.get(_VISIBLE.get(device_type, ""), "")
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _places(devices: Sequence[int | str] | None, per_run: int, num: int | None) -> list[_Place]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type not in VISIBLE:
+    if accelerator is None or accelerator.type not in _VISIBLE:
         require(devices is None, "devices", "`None` on a machine without accelerators that can be divided", devices)
         require(per_run == 1, "per_run", "1 on a machine without accelerators that can be divided", per_run)
         return _cores(num or 1)
     kind = accelerator.type
-    seen = visible_devices(kind) or [str(i) for i in range(torch.accelerator.device_count())]
-    if devices is None:
-        names = seen
-    else:
+    seen = names = visible_devices(kind) or [str(i) for i in range(torch.accelerator.device_count())]
+    if devices is not None:
         fine = isinstance(devices, Sequence) and not isinstance(devices, (str, bytes)) and bool(devices)
         fine = fine and all(is_count(device, -sys.maxsize) or isinstance(device, str) for device in devices)
         require(fine, "devices", "a sequence of numbers or names of devices", devices, none="or `None`")
@@ -141,16 +145,14 @@ def _places(devices: Sequence[int | str] | None, per_run: int, num: int | None) 
         require(len(set(names)) == len(names), "devices", "different devices", devices)
     groups = [names[i : i + per_run] for i in range(0, len(names) - per_run + 1, per_run)][:num]
     require(bool(groups), "per_run", f"at most the number of devices, {len(names)}", per_run)
-    return [Place({VISIBLE[kind]: ",".join(group)}) for group in groups]
+    return [({_VISIBLE[kind]: ",".join(group)}, ()) for group in groups]
 
 
-def _cores(num: int) -> list[Place]:
+def _cores(num: int) -> list[_Place]:
     """Divide the cores that this process may use."""
-    cores: list[int] = list(range(os.cpu_count() or 1))
+    cores = list(range(os.cpu_count() or 1))
     with contextlib.suppress(AttributeError):  # not on macOS
         cores = sorted(os.sched_getaffinity(0))
     require(num <= len(cores), "num", f"at most the number of CPU cores, {len(cores)}", num)
-    if num == 1:
-        return [Place()]
     share = len(cores) // num
-    return [Place(cores=tuple(cores[i * share : (i + 1) * share])) for i in range(num)]
+    return [({}, cores[i * share : (i + 1) * share] if num > 1 else ()) for i in range(num)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -17,11 +15,18 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from typing_extensions import final, override
 
 from lightning_amp._compat import _lightning
-from lightning_amp.compare._statistics import Direction
+from lightning_amp.compare._checks import wrong_margin
+from lightning_amp.compare._run import Margin
+from lightning_amp.compare._stats import Direction
 from lightning_amp.measure import MemoryOf, PeakMemory, StepTimer, is_settled
 from lightning_amp.shadow import matmul_flops
 
 _MOST_LOSSES = 500
+
+
+@final
+class MarginError(ValueError):
+    """A margin is for a metric that the module does not log."""
 
 
 @final
@@ -31,12 +36,15 @@ class Observer(Callback):
     Args:
         report: Gets the share of the training that is done, or `None` if it is unknown, and a text; a few times a
             second.
+        margins: The first validation must log their metrics.
+
+    Raises:
+        MarginError: By its hooks, if it does not.
 
     """
 
-    def __init__(self, report: Callable[[float | None, str], None]) -> None:
-        self._report = report
-        self._parent = os.getppid()
+    def __init__(self, report: Callable[[float | None, str], None], margins: Mapping[str, Margin]) -> None:
+        self._report, self._margins = report, margins
         self._reported_s = 0.0
         self._memory: PeakMemory | None = None
         self._losses: list[tuple[int, Any]] = []
@@ -66,8 +74,6 @@ class Observer(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if os.getppid() != self._parent:
-            _end_process_group()
         self._batch = batch, batch_idx
 
     @override
@@ -129,6 +135,10 @@ class Observer(Callback):
             if not name.startswith("amp/") and name not in ("step", "epoch") and value.numel() == 1:
                 self.curves.setdefault(name, []).append((step, float(value)))
         self.directions.update(_lightning.metric_directions(trainer))
+        wrong = wrong_margin(self._margins, self.curves, self.directions)
+        if wrong:
+            raise MarginError(wrong)
+        self._margins = {}
         self._resume()
 
     # -- clock and memory ----------------------------------------------------------------------------------------------
@@ -175,10 +185,3 @@ def _progress(trainer: Trainer, num_laps: int) -> tuple[float | None, str]:
         if batches not in (0, float("inf")):
             shares.append(num_laps / (epochs * batches))
     return (min(1.0, max(shares)) if shares else None), text
-
-
-def _end_process_group() -> None:
-    """End this process and its children: the process that would read their results has ended."""
-    if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    raise SystemExit("the process that started this arm has ended")

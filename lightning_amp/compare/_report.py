@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from typing_extensions import final, override
 
-from lightning_amp._files import write_atomically
-from lightning_amp._plain_data import Table
-from lightning_amp._urls import open_to_read
-from lightning_amp.compare import views
-from lightning_amp.compare._arm import Arm
-from lightning_amp.compare._judge import Judgement, judge
-from lightning_amp.compare._plan import Plan
-from lightning_amp.compare._run import ArmRun
-from lightning_amp.compare._verdict import Verdict
+from lightning_amp._files import open_text, write_atomically
+from lightning_amp.compare import _words
+from lightning_amp.compare._arm import Arm, ArmMetric
+from lightning_amp.compare._directions import direction_of
+from lightning_amp.compare._run import CONTROL, Plan, Run, from_data, to_data
+from lightning_amp.compare._stats import ALPHA, Difference, Direction, Verdict, resolution_of, verdicts
+from lightning_amp.measure import SpeedComparison, paired_log_ratio
 
-_FORMAT = 1
+_FORMAT = 2
+_NO_RECORD = "it left no record"
+_LEAST_STEPS = 10
+"""The least number of steady steps that two runs must have in common before their speeds are compared."""
 
 
 @final
@@ -39,44 +42,43 @@ class PrecisionReport:
 
     Args:
         plan: The plan of the comparison.
-        runs: The record of each run, in any order.
-        speed_runs: The short runs that only measured speed, if there are such.
+        runs: The record of each run, in any order. A run of the plan without a record counts as a failed run.
 
     Attributes:
         plan: The plan of the comparison.
 
     """
 
-    def __init__(self, plan: Plan, runs: Iterable[ArmRun], speed_runs: Iterable[ArmRun] = ()) -> None:
+    def __init__(self, plan: Plan, runs: Iterable[Run]) -> None:
         self.plan = plan
-        self._speed_runs = tuple(speed_runs)
-        position = {label: index for index, label in enumerate(plan.labels)}
-        known = [run for run in runs if run.label in position and run.seed in plan.seeds]
-        self._runs = tuple(sorted(known, key=lambda run: (run.seed, position[run.label])))
-        for run, following in pairwise(self._runs):
-            if (run.label, run.seed) == (following.label, following.seed):
+        found: dict[tuple[str, int], Run] = {}
+        for run in runs:
+            if (run.label, run.seed) in found:
                 raise ValueError(
                     f"`runs` must hold one run of each arm and seed, got two of {run.label!r}, {run.seed}."
                 )
+            found[run.label, run.seed] = run
+        self._runs = [
+            found.get((label, seed), Run(label, seed, error=_NO_RECORD)) for seed in plan.seeds for label in plan.labels
+        ]
+
+    # -- results -------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _judgement(self) -> Judgement:
-        return judge(self.plan, self._runs, self._speed_runs)
-
-    @property
     def arms(self) -> Mapping[str, Arm]:
         """Return the arms by label, the reference first, the control last."""
-        return self._judgement.arms
+        judged = self._verdicts()
+        return MappingProxyType({label: self._arm(label, judged) for label in self.plan.labels})
 
     @property
     def recommended(self) -> str | None:
         """Return the label of the arm to use; `None` if the runs do not show it."""
-        return self._judgement.recommendation.label
+        return _words.recommend(list(self.arms.values()))[0]
 
     @property
     def recommendation(self) -> str:
         """Return one or two sentences on the arm to use, the reason, and the conditions that would change both."""
-        return self._judgement.recommendation.sentence
+        return " ".join(_words.recommend(list(self.arms.values()))[1])
 
     def verdict(self, label: str, metric: str) -> Verdict:
         """Return whether an arm is worse than the reference in a metric.
@@ -86,8 +88,7 @@ class PrecisionReport:
             reference, which is not compared with itself, has `"no margin"`.
 
         Raises:
-            KeyError: If there is no such arm, or if no run of the arm logged the metric. An arm has a verdict in each
-                metric with a margin, even if it never logged the metric.
+            KeyError: If there is no such arm, or if no run logged the metric.
 
         """
         if label not in self.arms:
@@ -99,7 +100,7 @@ class PrecisionReport:
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.plan, self._runs, self._speed_runs)
+        return type(self), (self.plan, self._runs)
 
     @override
     def __repr__(self) -> str:
@@ -109,27 +110,23 @@ class PrecisionReport:
     def __str__(self) -> str:
         return self.to_markdown()
 
-    def blocks(self) -> list[str | Table]:
-        """Return the parts of :meth:`to_markdown`: paragraphs of Markdown, and tables before they are laid out."""
-        return views.blocks(self._judgement)
+    # -- files ---------------------------------------------------------------------------------------------------------
 
     def to_markdown(self) -> str:
         """Write the recommendation, the verdicts and the figures as Markdown."""
-        return views.markdown(self._judgement)
+        return _words.markdown(self.plan, self.arms)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write all measurements to a path or a URL. NaN and infinities are texts."""
+        arms = self.arms.items()
         data = {
             "format": _FORMAT,
             "recommended": self.recommended,
             "recommendation": self.recommendation,
-            "verdicts": {
-                label: {n: str(m.verdict) for n, m in arm.metrics.items()} for label, arm in self.arms.items()
-            },
-            "speeds": {label: arm.speed.to_data() for label, arm in self.arms.items() if arm.speed is not None},
-            "plan": self.plan.to_data(),
-            "runs": [run.to_data() for run in self._runs],
-            "speed_runs": [run.to_data() for run in self._speed_runs],
+            "verdicts": {label: {name: str(m.verdict) for name, m in arm.metrics.items()} for label, arm in arms},
+            "speeds": {label: arm.speed.to_data() for label, arm in arms if arm.speed is not None},
+            "plan": to_data(self.plan),
+            "runs": [to_data(run) for run in self._runs],
         }
         write_atomically(path, lambda file: file.write(json.dumps(data, indent=1, allow_nan=False)))
 
@@ -142,27 +139,215 @@ class PrecisionReport:
 
         """
         try:
-            with open_to_read(path, "text") as file:
+            with open_text(path) as file:
                 data: Any = json.load(file)
             if not isinstance(data, dict) or data.get("format") != _FORMAT:
-                raise ValueError("its `format` is not 1")
-            if not isinstance(data.get("runs"), list):
-                raise ValueError("its `runs` are not a list")
-            runs, speed_runs = ([ArmRun.from_data(run) for run in data.get(key, [])] for key in ("runs", "speed_runs"))
-            return cls(Plan.from_data(data.get("plan")), runs, speed_runs)
-        except (ValueError, RecursionError) as error:  # this also catches `json.JSONDecodeError`, a `ValueError`
+                raise ValueError(f"its `format` is not {_FORMAT}")
+            plan = from_data(Plan, data.get("plan"))
+            if not plan.arms or CONTROL in plan.arms or not all(0 <= m.value < math.inf for m in plan.margins.values()):
+                raise ValueError("its `plan` has no arms, an arm called 'control', or a margin below 0")
+            return cls(plan, [from_data(Run, run) for run in data.get("runs") or []])
+        except (ValueError, RecursionError, TypeError) as error:  # also `json.JSONDecodeError`, a `ValueError`
             raise ValueError(f"`{path}` is not what `PrecisionReport.to_json` writes: {error}") from error
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report as one self-contained page, to a path or a URL.
 
-        Verdicts come first; then the figures, the curves over steps and over time, the differences with their
-        intervals and margins, the loss scale, and where the runs ran. The page is light or dark as the reader's system
-        is, fits a phone, and prints.
+        It has the tables of :meth:`to_markdown`, the curves over steps and over time, the differences with their
+        intervals and margins, and the loss scale. The page is light or dark as the reader's system is, fits a phone,
+        and prints.
 
         Raises:
-            ModuleNotFoundError: If Jinja2 is not installed (torch installs it).
+            ModuleNotFoundError: If Jinja2 (torch installs it) or matplotlib is not installed.
 
         """
-        text = views.page(self._judgement)
+        from lightning_amp.compare._html import page
+
+        text = page(self.plan, self.arms)
         write_atomically(path, lambda file: file.write(text))
+
+    # -- from runs to arms ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _of(self) -> dict[str, list[Run]]:
+        return {label: [run for run in self._runs if run.label == label] for label in self.plan.labels}
+
+    @cached_property
+    def _directions(self) -> dict[str, Direction | None]:
+        """Return the better direction of each metric: by torchmetrics, else by the user, else by its name."""
+        found: dict[str, Direction | None] = {}
+        for name in dict.fromkeys(name for run in self._runs for name in run.curves):
+            known: Direction | None = next((run.directions[name] for run in self._runs if name in run.directions), None)
+            margin = self.plan.margins.get(name)
+            found[name] = known or (margin.direction if margin is not None else None) or direction_of(name)
+        return found
+
+    def _verdicts(self) -> dict[tuple[str, str], Verdict]:
+        """Judge all arms together in all metrics with a margin.
+
+        The control is judged separately, because it is not a candidate.
+        """
+        same = _seeds_of_one_run(self._of[self.plan.reference])
+        found: dict[tuple[str, str], Verdict] = {}
+        for labels in ([label for label in self.plan.arms if label != self.plan.reference], [CONTROL]):
+            found |= verdicts(
+                {
+                    (label, name): (self._difference(name, label), way, self.plan.margins[name].value)
+                    for label in labels
+                    if label in self._of
+                    for name, way in self._directions.items()
+                    if name in self.plan.margins and way is not None
+                }
+            )
+        if not same:
+            return found
+        because = f"the reference is the same run with seeds {same}, so that they are not independent pairs"
+        return {key: replace(verdict, claim="undecided", because=because) for key, verdict in found.items()}
+
+    def _arm(self, label: str, judged: Mapping[tuple[str, str], Verdict]) -> Arm:
+        plan, runs = self.plan, self._of[label]
+        not_compared = "" if label == plan.reference else self._why_not_compared(label)
+        logged = [name for name in self._directions if any(name in run.curves for run in runs)]
+        moved = f"{plan.arms[plan.reference]}, initial weights moved in their last bit"
+        return Arm(
+            label=label,
+            description=plan.arms.get(label, moved),
+            is_reference=label == plan.reference,
+            is_control=label == CONTROL,
+            runs=tuple(runs),
+            metrics={
+                name: self._metric(name, label, judged.get((label, name)))
+                for name in self._directions
+                if name in logged or (label, name) in judged
+            },
+            speed=None if not_compared or label == plan.reference else self._speed(label),
+            not_compared=not_compared,
+        )
+
+    # -- metrics -------------------------------------------------------------------------------------------------------
+
+    def _difference(self, name: str, label: str) -> Difference:
+        """Return the differences paired by seed, with the number of seeds of which a run failed or is missing."""
+        theirs, ours = self._finals(name, self.plan.reference), self._finals(name, label)
+        pairs = [(ours[seed], theirs[seed]) for seed in self.plan.seeds if seed in ours and seed in theirs]
+        values = (point.value for run in self._runs for point in run.curves.get(name, ()))
+        return Difference(
+            tuple(own - reference for own, reference in pairs),
+            resolution_of(values),
+            self.plan.num_seeds - len(pairs),
+            sum(not math.isfinite(reference) for _, reference in pairs),
+        )
+
+    def _finals(self, name: str, label: str) -> dict[int, float]:
+        """Return the value of the last validation, by seed.
+
+        It is NaN if the arm's last validation did not log the metric, but the reference's did. Otherwise a module that
+        does not log values that are not finite would be judged by an earlier validation.
+        """
+
+        def is_last(run: Run) -> bool:
+            return run.curves[name][-1].step >= run.last_validation
+
+        logged = {key: [run for run in self._of[key] if run.finished and run.curves.get(name)] for key in self._of}
+        always = {run.seed for run in logged[self.plan.reference] if is_last(run)}
+        return {
+            run.seed: run.curves[name][-1].value if is_last(run) or run.seed not in always else math.nan
+            for run in logged[label]
+        }
+
+    def _metric(self, name: str, label: str, verdict: Verdict | None) -> ArmMetric:
+        way, is_reference = self._directions[name], label == self.plan.reference
+        finals = self._finals(name, label)
+        logged = {run.seed: run for run in self._of[label] if run.seed in finals}
+        margin = self.plan.margins[name].value if name in self.plan.margins else None
+        sign = -1 if way == "max" else 1
+        costs = {seed: [(p.train_s, sign * p.value) for p in run.curves[name]] for seed, run in logged.items() if way}
+        limits = {
+            seed: sign * value + (margin or 0.0) for seed, value in self._finals(name, self.plan.reference).items()
+        }
+        return ArmMetric(
+            name=name,
+            direction=way,
+            finals=finals,
+            bests={
+                seed: sign * min((cost for _, cost in points if not math.isnan(cost)), default=math.nan)
+                for seed, points in costs.items()
+            },
+            difference=None if is_reference else self._difference(name, label),
+            margin=margin,
+            verdict=verdict or Verdict("no margin", because="this is the reference" if is_reference else ""),
+            evaluation_diff={
+                seed: 0.0 if amp == fp32 else amp - fp32  # infinities, too
+                for seed, run in logged.items()
+                if name in run.same_weights
+                for amp, fp32 in [run.same_weights[name]]
+            },
+            time_to_quality_s={
+                seed: next((time for time, cost in points if cost <= limits[seed]), math.inf)
+                for seed, points in costs.items()
+                if not math.isnan(limits.get(seed, math.nan))
+            },
+        )
+
+    # -- speeds --------------------------------------------------------------------------------------------------------
+
+    def _pairs(self, label: str) -> list[tuple[Run, Run]]:
+        """Return each finished run of an arm with the reference's run of the same seed."""
+        theirs = {run.seed: run for run in self._of[self.plan.reference] if run.finished}
+        return [(run, theirs[run.seed]) for run in self._of[label] if run.finished and run.seed in theirs]
+
+    def _log_ratios(self, label: str) -> list[float]:
+        """Compare the times of the runs that had a device of the same model for themselves."""
+        found: list[float] = []
+        for pair in self._pairs(label):
+            times, theirs = (run.seconds_of_steps() for run in pair)
+            both = sorted(times.keys() & theirs.keys())
+            if len(both) >= _LEAST_STEPS and _are_alike(*pair) and not self._are_crowded(*pair):
+                found.append(paired_log_ratio([times[i] for i in both], [theirs[i] for i in both]))
+        return found
+
+    def _are_crowded(self, *runs: Run) -> bool:
+        return any(run.shared_a_device(self._runs) for run in runs)
+
+    def _speed(self, label: str) -> SpeedComparison:
+        """Compare an arm's speed with the reference's, and widen the interval if the machine was busy.
+
+        The control computes the same as the reference. If it is clearly faster or slower, the machine was busy during
+        one of them, and perhaps during any other arm. So every interval is widened by the control's ratio.
+        """
+        found = SpeedComparison.of(self._log_ratios(label), 1 - 2 * ALPHA)
+        if label == CONTROL or not self.plan.control or not self._log_ratios(CONTROL):
+            return found
+        control = SpeedComparison.of(self._log_ratios(CONTROL), 1 - 2 * ALPHA)
+        return found.widened(control.ratio) if control.differs else found
+
+    def _why_not_compared(self, label: str) -> str:
+        """Return why an arm has no speed; empty if it has one."""
+        pairs = self._pairs(label)
+        if self._log_ratios(label):
+            return ""
+        if not pairs:
+            return "no two runs finished with the same seed"
+        if any(self._are_crowded(*pair) for pair in pairs):
+            return "runs shared a device"
+        if not any(_are_alike(*pair) for pair in pairs):
+            return "the runs had different devices"
+        return f"fewer than {_LEAST_STEPS} steady steps"
+
+
+def _are_alike(run: Run, other: Run) -> bool:
+    """Return whether two runs had devices of the same model, and as many threads."""
+    return (run.device, run.num_threads) == (other.device, other.num_threads)
+
+
+def _seeds_of_one_run(reference: list[Run]) -> str:
+    """Name two seeds with equal losses and metrics. They show that nothing in the run depends on the seed."""
+    seen: dict[object, int] = {}
+    for run in reference:
+        if run.finished and run.loss:
+            values = tuple((name, tuple(p.value for p in points)) for name, points in run.curves.items())
+            key = (values, tuple(p.value for p in run.loss))
+            if key in seen:
+                return f"{seen[key]} and {run.seed}"
+            seen[key] = run.seed
+    return ""

@@ -1,4 +1,4 @@
-"""Keep the finished runs of a comparison in a folder, one file per run, so that none runs twice."""
+"""Keep the runs of a comparison in a folder, one file per run, so that none runs twice."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require
-from lightning_amp._files import write_atomically
+from lightning_amp._files import child, location, open_text, write_atomically
 from lightning_amp._text import named
-from lightning_amp._urls import child, location, open_to_read
-from lightning_amp.compare._run import ArmRun
-from lightning_amp.compare._run_file import FORMAT, RunFile
+from lightning_amp.compare._process import versions
+from lightning_amp.compare._run import Run, from_data, to_data
 
-_PLAN = "comparison.json"
+_FORMAT = 3
+"""Is written into each file, so that files of another format are not read."""
 
 
 @final
@@ -31,126 +31,75 @@ class Store:
         dirpath: The folder, which is made.
         settings: The settings that all runs share, each as a text.
         arms: The settings of each arm as a text, by label.
-        without_text: Types of objects, and functions, that have the same text as others. If there are any, no earlier
-            run is loaded, and a warning names them.
+        unknown: Types of objects that have the same text as others. If there are any, no earlier run is loaded, and a
+            warning names them.
 
     Raises:
-        ValueError: If the folder has runs with other settings. The message names the folder and the settings.
-        OSError: If the folder cannot be written.
+        OSError: If the folder cannot be made.
 
     """
 
     def __init__(
-        self,
-        dirpath: Any,
-        settings: Mapping[str, Any],
-        arms: Mapping[str, str],
-        without_text: Sequence[str] = (),
+        self, dirpath: Any, settings: Mapping[str, str], arms: Mapping[str, str], unknown: Sequence[str] = ()
     ) -> None:
         fine = isinstance(dirpath, (str, os.PathLike)) and bool(str(dirpath))
         require(fine, "dirpath", "a folder, its URL", dirpath, none="or `None`")
-        self._folder = location(dirpath, "dirpath")
-        self._settings, self._arms = settings, arms
-        self._warned = False
-        self._reuses = not without_text
-        earlier = self._read(_PLAN) or {}
-        self._refuse_other_settings(dirpath, earlier)
-        kept: Any = earlier.get("arms") if isinstance(earlier.get("comparison"), dict) else None
-        data = {"format": FORMAT, "comparison": settings, "arms": {**(kept or {}), **arms}}
-        write_atomically(child(self._folder, _PLAN), lambda file: json.dump(data, file))
-        if without_text:
+        self._dirpath, self._folder = str(dirpath), location(dirpath, "dirpath")
+        self._settings = {label: {f"precisions[{label!r}]": arm, **settings} for label, arm in arms.items()}
+        self._reuses = not unknown
+        if isinstance(self._folder, Path):
+            self._folder = self._folder.absolute()
+            self._folder.mkdir(parents=True, exist_ok=True)
+        if unknown:
             _messages.warn(
                 f"`compare_precisions` keeps finished runs in `{self._folder}`, but a second call runs them again: the"
-                f" arguments hold {named(without_text)}, whose text does not tell one from another. Make an object"
-                " inside of `make_module` or `make_data`; move a function or a class to the top level of a file."
+                f" arguments hold {named(unknown)}, whose text does not tell one from another. Make such an object"
+                " inside of `make_module` or `make_data`."
             )
 
-    @property
-    def folder(self) -> Path | str:
-        """Return the folder, or its URL."""
-        return self._folder
-
-    def file(self, label: str, seed: int, what: str = "") -> RunFile:
-        """Return the file of a run; `what` tells measurements of a run apart that are kept beside it: `"speed"`."""
-        key = json.dumps([self._settings, self._arms[label]], sort_keys=True)
-        folder = self._folder.absolute() if isinstance(self._folder, Path) else self._folder
-        path = child(folder, f"{file_name(label, seed)}{what and f'.{what}'}.json")
-        return RunFile(str(path), hashlib.sha256(key.encode()).hexdigest()[:16])
-
-    def load(self, label: str, seed: int, what: str = "", *, failed: bool = False) -> ArmRun | None:
-        """Return a kept run.
-
-        Args:
-            label: Its label.
-            seed: Its seed.
-            what: As for :meth:`file`.
-            failed: Whether a run that failed is returned as well.
-
-        Returns:
-            The run; `None` if there is none, or if its file is half written.
+    def load(self, label: str, seed: int, *, failed: bool = False) -> Run | None:
+        """Return a kept run; `None` if there is none, if its file is torn, or if it failed, unless `failed` is true.
 
         Raises:
-            ValueError: If the file is of a run with other settings.
+            ValueError: If the file is of a run with other settings or versions. The message names them.
 
         """
-        file = self.file(label, seed, what)
-        data = self._read(file.path.rpartition("/")[2].rpartition(os.sep)[2]) if self._reuses else None
-        if data is None:
-            return None
+        name = f"{file_name(label, seed)}.json"
         try:
-            run = ArmRun.from_data(data.get("run"))
-        except ValueError:
+            with open_text(child(self._folder, name)) as file:
+                data: Any = json.load(file)
+            run, theirs = from_data(Run, data["run"]), data["settings"]
+            if data["format"] != _FORMAT or not self._reuses:
+                return None
+        except (FileNotFoundError, KeyError, TypeError, ValueError):  # a `ValueError`: it is half written, or no text
             return None
-        if data.get("key") != file.key:
-            raise ValueError(f"`{file.path}` is a run of another comparison. Use another `dirpath`.")
-        return run if (run.finished or failed) and (run.label, run.seed) == (label, seed) else None
+        pairs = [(part, theirs.get(part), mine) for part, mine in self._settings[label].items()]
+        if run.finished:
+            pairs += [(part, run.versions.get(part, "").partition("+")[0], mine) for part, mine in versions().items()]
+        wrong = ["its `{}`: {}, not {}".format(part, *_differing(str(a), str(b))) for part, a, b in pairs if a != b]
+        if wrong:
+            raise ValueError(
+                f"`dirpath` must be a folder of this comparison, or a new one; {self._dirpath!r} has another comparison"
+                f" ({'; '.join(wrong)}, in {name}). Use another folder, or remove that one."
+            )
+        return run if run.finished or failed else None
 
-    def save(self, run: ArmRun, what: str = "") -> None:
-        """Keep a run. If that fails, warn once, and continue the comparison."""
+    def save(self, run: Run) -> None:
+        """Keep a run. If that fails, warn, and continue the comparison."""
+        data = {"format": _FORMAT, "settings": self._settings[run.label], "run": to_data(run)}
+        path = child(self._folder, f"{file_name(run.label, run.seed)}.json")
         try:
-            self.file(run.label, run.seed, what).write(run)
+            write_atomically(path, lambda file: file.write(json.dumps(data, allow_nan=False)))
         except OSError as error:
-            self.warn_of(f"{error}")
-
-    def warn_of(self, error: str) -> None:
-        """Warn once that runs could not be written."""
-        if not self._warned:
-            self._warned = True
             _messages.warn(
                 f"`compare_precisions` could not write to `{self._folder}`: {error}. It goes on, and the report"
                 " will be complete; but a later call could not continue from here."
             )
 
-    def work_folder(self, label: str, seed: int) -> Path | None:
-        """Return the folder for the files that a run itself writes; `None` if the store is not on this machine."""
-        return self._folder / file_name(label, seed) if isinstance(self._folder, Path) else None
-
-    def _refuse_other_settings(self, dirpath: Any, earlier: Mapping[str, Any]) -> None:
-        theirs: Any = earlier.get("comparison")
-        if not isinstance(theirs, dict):
-            return
-        pairs = [(part, theirs.get(part), mine) for part, mine in self._settings.items()]
-        arms: Any = earlier.get("arms")
-        arms = arms if isinstance(arms, dict) else {}
-        pairs += [(f"precisions[{label!r}]", arms[label], mine) for label, mine in self._arms.items() if label in arms]
-        parts = [
-            "its `{}`: {}, not {}".format(part, *_where_they_differ(str(kept), str(mine)))
-            for part, kept, mine in pairs
-            if kept != mine
-        ]
-        if parts:
-            raise ValueError(
-                f"`dirpath` must be a folder of this comparison, or a new one; {str(dirpath)!r} has another comparison"
-                f" ({'; '.join(parts)}). Use another folder, or remove that one."
-            )
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        try:
-            with open_to_read(child(self._folder, name), "text") as file:
-                data = json.load(file)
-        except (FileNotFoundError, ValueError):  # a `ValueError`: the file is half written, or is not text
-            return None
-        return data if isinstance(data, dict) and data.get("format") == FORMAT else None
+    @property
+    def folder(self) -> Path | None:
+        """Return the folder; `None` if it is not on this machine."""
+        return self._folder if isinstance(self._folder, Path) else None
 
 
 def file_name(label: str, seed: int) -> str:
@@ -161,11 +110,8 @@ def file_name(label: str, seed: int) -> str:
     return f"{simple}-seed{seed}"
 
 
-def _where_they_differ(one: str, other: str, most: int = 200) -> list[str]:
+def _differing(one: str, other: str, most: int = 200) -> list[str]:
     """Return the parts of two long texts in which they differ."""
     same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     start = max(0, same - 60) if max(len(one), len(other)) > most else 0
-    return [
-        f"{'...' * (start > 0)}{text[start : start + most]}{'...' * (len(text) > start + most)}"
-        for text in (one, other)
-    ]
+    return [f"{'...' * (start > 0)}{text[start : start + most]}" for text in (one, other)]

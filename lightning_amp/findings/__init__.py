@@ -14,14 +14,7 @@ from lightning_amp.findings._gradient import (
 from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, EvaluationReport, ModuleRow
 from lightning_amp.findings._overflow import Diagnosis, DiagnosisCause, Operation, Where
 from lightning_amp.findings._remedy import Remedy, RemedyKind, TriedRemedy
-from lightning_amp.findings._step import (
-    StepPrecision,
-    StepReason,
-    StepRecord,
-    before_fallback,
-    describe_fallbacks,
-    fallbacks,
-)
+from lightning_amp.findings._step import StepPrecision, StepReason, StepRecord
 
 __all__ = [
     "LOADER_SUFFIX",
@@ -44,7 +37,4 @@ __all__ = [
     "StepRecord",
     "TriedRemedy",
     "Where",
-    "before_fallback",
-    "describe_fallbacks",
-    "fallbacks",
 ]

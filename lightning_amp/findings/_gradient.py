@@ -29,10 +29,6 @@ class GradientRow(NamedTuple):
         sqnr_db: SQNR of the mixed-precision gradient against fp32; NaN if it overflowed.
         cosine: Cosine between the two gradients; NaN if it overflowed.
         largest: Largest magnitude, unscaled.
-        fp8_underflow_fraction: Share of the non-zero gradients reaching an fp8 layer that its cast to 8 bits makes
-            zero; `None` for other layers.
-        fp8_saturated_fraction: Share of these gradients that the cast cuts to the largest number of the format; `None`
-            for other layers.
         norm_ratio: Norm of the mixed-precision gradient over the norm of the fp32 gradient; NaN if one overflowed.
         precision: The precision of the step: `"fp16"`, `"bf16"`, `"fp8"` or `"fp32"`; empty if it is not known.
     """
@@ -47,8 +43,6 @@ class GradientRow(NamedTuple):
     sqnr_db: float
     cosine: float
     largest: float
-    fp8_underflow_fraction: float | None = None
-    fp8_saturated_fraction: float | None = None
     norm_ratio: float = math.nan
     precision: str = ""
 

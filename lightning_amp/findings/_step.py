@@ -1,8 +1,7 @@
-"""The record of one attempted optimizer step, and functions that find the fallbacks in the records of a run."""
+"""The record of one attempted optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,25 +45,3 @@ class StepRecord:
     def applied(self) -> bool:
         """Return whether the optimizer has moved the weights: the opposite of `skipped`."""
         return not self.skipped
-
-
-def fallbacks(records: Iterable[StepRecord]) -> list[StepRecord]:
-    """Return the first step in each precision that a fallback has reached."""
-    found: list[StepRecord] = []
-    before = ""
-    for record in records:
-        if before and record.precision and record.precision != before:
-            found.append(record)
-        before = record.precision or before
-    return found
-
-
-def before_fallback(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """Return the steps before the first fallback, after which there is no loss scale."""
-    later = fallbacks(records)
-    return records[: records.index(later[0])] if later else records
-
-
-def describe_fallbacks(records: Iterable[StepRecord]) -> str:
-    """Return the fallbacks as the end of a sentence: `, bf16 from step 64 on`; empty if there are none."""
-    return "".join(f", {record.precision} from step {record.index:,} on" for record in fallbacks(records))

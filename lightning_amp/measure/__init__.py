@@ -5,6 +5,7 @@ times several runs in turns, and `SpeedComparison` decides whether one of them i
 """
 
 from lightning_amp.measure._device_clock import DeviceClock
+from lightning_amp.measure._matmul_flops import MatmulFlops, flop_formulas, multiplied_dtype
 from lightning_amp.measure._memory import MemoryOf, PeakMemory, has_storage, is_settled, num_bytes
 from lightning_amp.measure._part_timer import (
     BACKWARD,
@@ -29,15 +30,18 @@ __all__ = [
     "REST",
     "SCALING",
     "DeviceClock",
+    "MatmulFlops",
     "MemoryOf",
     "PartTimer",
     "PeakMemory",
     "SpeedClaim",
     "SpeedComparison",
     "StepTimer",
+    "flop_formulas",
     "has_storage",
     "in_rounds",
     "is_settled",
+    "multiplied_dtype",
     "num_bytes",
     "paired_log_ratio",
     "times_as_fast",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import final, override
 
-from lightning_amp._compat import _sharding, _torch
+from lightning_amp._compat import _sharding
 
 MemoryOf = Literal["device", "tensors"]
 """The source of a peak: the memory handed out by the device's allocator, or the memory of tensors on the CPU."""
@@ -134,7 +134,7 @@ class TensorPeak(PeakMemory):
         if self._started:
             return
         self._started = True
-        if _torch.is_profiling():
+        if _is_profiling():
             return
         gc.collect()  # otherwise memory from an earlier profile that is freed in this profile would be subtracted
         with contextlib.suppress(Exception):
@@ -149,8 +149,26 @@ class TensorPeak(PeakMemory):
     @override
     def close(self) -> int | None:
         profile, self._profile = self._profile, None
-        if profile is not None and _torch.is_profiling():  # otherwise another profiler has already ended this profiler
+        if profile is not None and _is_profiling():  # otherwise another profiler has already ended this profiler
             with contextlib.suppress(Exception):
                 profile.__exit__(None, None, None)
-                self._peak = self._held + _torch.peak_of_allocations(profile)
+                self._peak = self._held + _peak_of_allocations(profile)
         return self._peak
+
+
+# Remove when a profile has a public list of allocations; `export_memory_timeline` is deprecated and writes a file.
+def _peak_of_allocations(profile: Any) -> int:
+    """Return the most bytes that were allocated on the CPU at once in a profile with `profile_memory=True`."""
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    cpu = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
+    held = peak = 0
+    for event in sorted(cpu, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+# Remove when there is a public check.
+def _is_profiling() -> bool:
+    """Return whether a torch profiler is running in this thread. Starting a second one would end it."""
+    return bool(torch.autograd._profiler_enabled())

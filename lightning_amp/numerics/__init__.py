@@ -16,10 +16,7 @@ from lightning_amp.numerics._finite import (
 )
 from lightning_amp.numerics._limits import FORMATS, HALF_DTYPES, fitting_scale, widest_dtype
 from lightning_amp.numerics._ranges import (
-    ExponentHistogram,
-    ScaledCast,
     dense,
-    exponent_histogram,
     headroom_bits,
     largest,
     largest_finite,
@@ -30,12 +27,9 @@ from lightning_amp.numerics._ranges import (
 __all__ = [
     "FORMATS",
     "HALF_DTYPES",
-    "ExponentHistogram",
-    "ScaledCast",
     "all_finite",
     "count_nonfinite",
     "dense",
-    "exponent_histogram",
     "extremes",
     "fidelity",
     "fidelity_sums",

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import final
 
 from lightning_amp._compat import _modules, _sharding
-from lightning_amp.numerics._limits import FORMATS, widest_dtype
-
-_LEAST = 1e-12
-"""Torchao replaces a smaller largest value by this one, so it scales such tensors up less than it could."""
+from lightning_amp.numerics._limits import FORMATS
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -36,43 +31,6 @@ def underflow_counts(values: Tensor, number_format: str = "fp16", scale: float |
     to_zero = (magnitude <= fits.rounds_to_zero).count_nonzero()  # these values include the zeros; never inf or NaN
     below_normal = (magnitude < fits.rounds_to_normal).count_nonzero()
     return torch.stack([to_zero - zeros, below_normal - to_zero, finite - zeros])
-
-
-@final
-class ScaledCast(NamedTuple):
-    """A cast with dynamic scaling, as in torchao's recipes: the largest value becomes the largest number of the format.
-
-    Attributes:
-        number_format: A key of `FORMATS`.
-        rowwise: Whether each row (the last dimension) has its own scale, rather than one for the whole tensor.
-        power_of_two: Whether the scale is rounded down to a power of two.
-
-    """
-
-    number_format: str
-    rowwise: bool
-    power_of_two: bool
-
-    def losses(self, values: Tensor) -> Tensor:
-        """Count the values that become zero, the values cut to the largest number, and all non-zero values: int64 [3].
-
-        Zeros do not count. After scaling only non-finite values are cut. The counts of several tensors add up.
-        """
-        values = dense(values).detach().float()
-        if values.numel() == 0:
-            return torch.zeros(3, dtype=torch.int64, device=values.device)
-        fits = FORMATS[self.number_format]
-        magnitude = values.abs()
-        whole = self.rowwise and values.dim() > 0
-        top = magnitude.amax(-1, keepdim=True) if whole else magnitude.max()
-        scale = fits.largest / top.to(widest_dtype(top.device)).clamp(min=_LEAST)
-        if self.power_of_two:
-            scale = torch.exp2(torch.floor(torch.log2(scale)))
-        scaled = magnitude * scale  # with an infinite value this is NaN, as in torchao
-        counted = values != 0
-        to_zero = (counted & (scaled <= fits.rounds_to_zero)).count_nonzero()
-        saturated = (~(scaled < fits.overflows_from)).count_nonzero()
-        return torch.stack([to_zero, saturated, counted.count_nonzero()])
 
 
 def headroom_bits(values: Tensor, number_format: str = "fp16", scale: float | Tensor = 1.0) -> Tensor:
@@ -121,34 +79,3 @@ def largest_finite(values: Tensor) -> Tensor:
         return torch.zeros((), device=values.device)
     with outside_modes(values):
         return values.detach().abs().nan_to_num_(0.0, 0.0).max().float()
-
-
-class ExponentHistogram(NamedTuple):
-    """Counts of values by exponent.
-
-    Attributes:
-        counts: int64, shape [highest - lowest + 1]. The first and the last bin also count all values beyond them.
-        lowest: Exponent of the first bin, which counts values below 2**(lowest + 1).
-        highest: Exponent of the last bin, which counts values from 2**highest on.
-
-    """
-
-    counts: Tensor
-    lowest: int
-    highest: int
-
-
-def exponent_histogram(values: Tensor, lowest: int, highest: int) -> ExponentHistogram:
-    """Count the finite non-zero values by the exponent of the power of two at or below them."""
-    flat = values.detach().reshape(-1)
-    flat = flat.abs() if flat.is_complex() else flat
-    flat = flat.float() if flat.dtype != torch.float64 else flat
-    size = highest - lowest + 1
-    bins = torch.frexp(flat).exponent.clamp_(lowest + 1, highest + 1).sub_(lowest + 1).long()
-    bins.masked_fill_((flat == 0) | ~torch.isfinite(flat), size)  # an additional bin for zeros and non-finite values
-    if flat.device.type == "cpu":
-        counts = torch.bincount(bins, minlength=size + 1)
-    else:  # `bincount` would wait for the device, to learn the largest bin
-        counts = torch.zeros(size + 1, dtype=torch.int64, device=flat.device)
-        counts.scatter_add_(0, bins, torch.ones_like(bins))
-    return ExponentHistogram(counts[:size], lowest, highest)

@@ -1,14 +1,14 @@
 """`AmpPrecision`: mixed precision in which only rounding, speed and memory differ from fp32.
 
-One optimizer step, for every precision, in automatic and manual optimization (`_events.py` is the list that the
-documentation shows and a test compares):
+One optimizer step, for every precision, in automatic and manual optimization. `docs/design.md` has the
+whole list, which a test compares with recorded steps:
 
     scale the loss -> backward (autocast off) -> unscale once -> check finite -> on_before_optimizer_step hooks
       -> clip -> step or skip -> record -> [end of batch] update the scale once, for all optimizers
 
-This file translates the hooks of Lightning. `_settings.py` chooses precision and scaler. `_fit.py` runs backward, step
-and batch end. `_forward.py` makes the contexts of steps. `_fallback.py` chooses another precision for a stuck run.
-`scaling/_ledger.py` keeps records and scales. Without a running Trainer, the plugin only provides autocast.
+This file translates the hooks of Lightning. `_settings.py` chooses precision and scaler. `_run.py` owns a run: its
+backwards and steps, and the undos at its end. `_forward.py` makes the contexts of steps, `scaling/_steps.py` steps, and
+`scaling/_log.py` keeps the records. Without a running Trainer, the plugin only provides autocast.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp._arguments import require_bool
-from lightning_amp._compat import _lightning
-from lightning_amp.casting import Canonical, Choice, checked_module_rules
-from lightning_amp.findings import StepRecord
+from lightning_amp._compat._torch import unwrap_optimizer
+from lightning_amp._last_trainer import LastTrainer
+from lightning_amp.casting import Canonical, Choice, autocast_off, checked_module_rules
 from lightning_amp.precision import _clipping, _refusals, _upcast_parameters
 from lightning_amp.precision._entries import STOCK_KEY, find_entry
-from lightning_amp.precision._fallback import Fallback
-from lightning_amp.precision._first_line import say, say_first_line
-from lightning_amp.precision._fit import REPLACEABLE, Fit, Run
-from lightning_amp.precision._forward import autocast_off
-from lightning_amp.precision._settings import Settings, pick_on_all_ranks
-from lightning_amp.scaling import Ledger, RecordLog, Saved, enabled
+from lightning_amp.precision._first_line import first_line, precision_on, resumed, say
+from lightning_amp.precision._forward import autocast
+from lightning_amp.precision._run import REPLACEABLE, Run
+from lightning_amp.precision._settings import Settings
+from lightning_amp.scaling import DerivativeScale, OptimizerSteps, RecordLog, Saved, StepCounts, load_state
 from lightning_amp.skipped_steps import checked_buffer_rules
 
+_DERIVATIVES = "derivative_scale"  # saved only if the run has used it
 
-class AmpPrecision(MixedPrecision):
+
+class AmpPrecision(StepCounts, MixedPrecision):
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
@@ -55,14 +56,15 @@ class AmpPrecision(MixedPrecision):
     Args:
         precision: `"auto"`, `"bf16"`, `"fp16"`, `"fp8"` or `"fp32"`, or another common spelling: `"bf16-mixed"`,
             `"16-mixed"`, `"32-true"`, `16`, `32`, `torch.bfloat16`, `torch.float16`, `torch.float32`, and these as
-            strings. `"fp32"` runs the same pipeline without autocast. `"auto"` picks by the device, and logs its choice
-            and reason in one line. On a CPU with bfloat16 instructions it measures for 0.2 s at most, once per process,
-            and picks `"fp32"` only if bf16 is clearly slower. A resumed run stays in the precision of its checkpoint. A
-            precision that the device cannot run raises before the first batch.
-        scaler: `None` (dynamic loss scaling for fp16, none otherwise), a :class:`DynamicLossScaler`, any
-            `torch.amp.GradScaler`, or a float for a scale that never moves. The range of bf16 is as large as in fp32,
-            so neither needs a scaler. With `"bf16"` one is an error. With `"auto"` and `"fp32"` an unneeded one is left
-            unused (one line says so, and `scaler` is `None`), so that one configuration serves all machines.
+            strings. `"fp32"` runs the same pipeline without autocast. `"auto"` picks by the device, the same on each
+            start, and logs its choice and reason in one line. On a CPU it is `"bf16"` with AMX, with AVX512-BF16 of
+            AMD, or with the bf16 instructions of Arm, else `"fp32"`. A precision that the device cannot run raises
+            before the first batch.
+        scaler: `None` (dynamic loss scaling for fp16, none otherwise), a :class:`DynamicLossScaler`, a
+            `torch.amp.GradScaler`, whose settings are taken, or a float for a static scale. The range of bf16 is that
+            of fp32, so it needs none. With `"bf16"` one is an error. With `"auto"` and `"fp32"`
+            an unneeded one is left unused (one line says so, and `scaler` is `None`), so that one configuration serves
+            all machines.
         fp32_modules: Rules for modules that compute in fp32, forward and backward, with their floating inputs upcast:
             globs on qualified names (`"decoder.head"`, `"*.norm"`) or module classes. Use it for computations that half
             precision breaks, such as positional phases and large logits.
@@ -78,18 +80,15 @@ class AmpPrecision(MixedPrecision):
         fp8_recipe: For `"fp8"` only: how values are scaled before they are rounded to 8 bits. `None` is
             `"rowwise_with_gw_hp"`, the most accurate; `"rowwise"`, `"tensorwise"` (the fastest), or a
             `torchao.float8.Float8LinearConfig`, with `emulate=True` for a device without fp8.
-        fallback: Precisions in which a stuck run continues, in order: `["bf16", "fp32"]`. A run is stuck if the limit
-            of skips in a row is reached and gradients caused at least half of them. The next batch then runs in the
-            next precision without a loss scale, after a warning, and the count of skips starts at 0. A checkpoint
-            resumes in its own precision, and another Trainer starts in `precision`. With `"auto"`, the list begins
-            after the picked one.
 
     Raises:
-        ValueError: For an unknown precision, a scaler with `"bf16"` or `"fp8"`, or a `fallback` that cannot help. When
-            the Trainer attaches, for a precision that the device cannot run, a rule that matches nothing, or if no
-            layer qualifies for fp8.
+        ValueError: For an unknown precision, a scaler with `"bf16"` or `"fp8"`, or a scaler with an `update` of its
+            own. When the Trainer attaches, for a precision that the device cannot run, a rule that matches nothing, or
+            if no layer qualifies for fp8.
         ImportError: When the Trainer attaches, if fp8 is requested without torchao 0.18 or later.
-        FloatingPointError: During training, if the run is stuck.
+        FloatingPointError: During training, if the run is stuck: 64 steps in a row were skipped, and none of these
+            skips has lowered the loss scale.
+        RuntimeError: During training, for an optimizer step on scaled gradients past the plugin.
 
     Cost: a fused optimizer does not wait for the device. Any other optimizer reads the flag once per step: in fp16 as
     in torch, in bf16 and fp32 unless `skip_nonfinite=False`. Reading :attr:`last_step`, :attr:`num_steps` or
@@ -97,7 +96,6 @@ class AmpPrecision(MixedPrecision):
 
     """
 
-    _offers_fallback = True
     _run: Run | None = None
 
     def __init__(
@@ -111,10 +109,8 @@ class AmpPrecision(MixedPrecision):
         restore_buffers: Sequence[str] = (),
         upcast_parameters: bool = False,
         fp8_recipe: Any = None,  # not typed: a LightningCLI would import torchao to resolve the class
-        fallback: Sequence[str | int | torch.dtype] = (),
     ) -> None:
         self._settings = Settings(precision, eval_precision, scaler, fp8_recipe)
-        self._fallback = Fallback(fallback, self._settings.requested)
         self.fp8_recipe = self._settings.fp8_recipe
         self._fp8_layers: dict[str, str | None] = {}
         self.fp32_modules = checked_module_rules(fp32_modules)
@@ -124,14 +120,21 @@ class AmpPrecision(MixedPrecision):
         require_bool("upcast_parameters", upcast_parameters)
         self.upcast_parameters = upcast_parameters
         self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # until one attaches
-        self._choice, self.scaler = self._settings.first()
-        self._ledger = self._new_ledger()
+        self._start_afresh()
 
-    def _new_ledger(self) -> Ledger:
+    def _start_afresh(self) -> None:
+        self._choice, self.scaler = self._settings.first()
+        self._last_trainer = LastTrainer()
+        self._derivatives = DerivativeScale()
+        self.records = self._new_log()
+
+    def _new_log(self) -> RecordLog:
+        """Return the log that callbacks subscribe to."""
+
         def describe_skips() -> str:
             return "" if self._run is None else _refusals.describe_nonfinite_gradients(self._run.module)
 
-        return Ledger(self.scaler, describe_skips, offers_fallback=self._offers_fallback)
+        return RecordLog(describe_skips=describe_skips)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.requested!r})"
@@ -151,44 +154,23 @@ class AmpPrecision(MixedPrecision):
         return self._settled().dtype
 
     def _settled(self) -> Choice:
-        # Before a Trainer attaches, "auto" goes by the instructions of the device that Lightning chooses by default.
-        # The measurement comes later, in the process that trains, because its threads would not survive a fork.
-        return self._choice or Choice.by_instructions(torch.device(self.device))[0]
+        # before a Trainer attaches, "auto" goes by the device that Lightning chooses by default
+        return self._choice or Choice.pick(torch.device(self.device))[0]
 
     @property
     def fp8_layers(self) -> Mapping[str, str | None]:
         """Map the name of each `nn.Linear` to `None` if it ran in fp8 in the last fit, else to the reason."""
         return dict(self._fp8_layers)
 
-    @property
-    def last_step(self) -> StepRecord | None:
-        """Return the last attempted optimizer step. This waits for the device."""
-        return self._ledger.so_far(self.scaler)[2]
-
-    @property
-    def num_steps(self) -> int:
-        """Count the applied optimizer steps in all fits of one Trainer. This waits for the device."""
-        return self._ledger.so_far(self.scaler)[0]
-
-    @property
-    def num_skipped(self) -> int:
-        """Count the skipped optimizer steps in all fits of one Trainer. This waits for the device."""
-        return self._ledger.so_far(self.scaler)[1]
-
-    @property
-    def records(self) -> RecordLog:
-        """Return the log that callbacks subscribe to."""
-        return self._ledger.log
-
     def flush(self) -> None:
         """Complete the steps since the last batch, wait for the device, and hand all records to the subscribers."""
-        if self._fit is not None:
-            self._fit.steps.finish_batch()
-        self._ledger.log.flush()
+        if self._steps is not None:
+            self._steps.end_round()
+        self.records.flush()
 
     @property
-    def _fit(self) -> Fit | None:
-        return None if self._run is None else self._run.fit
+    def _steps(self) -> OptimizerSteps | None:
+        return None if self._run is None else self._run.steps
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -200,40 +182,49 @@ class AmpPrecision(MixedPrecision):
         device = trainer.strategy.root_device
         self.device = device.type
         fitting = trainer.state.fn == TrainerFn.FITTING
-        start, why = self._settings.choose(device, partial(pick_on_all_ranks, module, device), fitting=fitting)
-        goes_on = self._ledger.begin(trainer, self.scaler) if fitting else self._ledger.knows(trainer)
-        choice = self._fallback.begin(start, device, goes_on=goes_on, fitting=fitting)
-        self._go_on_in(choice, training=fitting)
+        training, evaluation, why = self._settings.choose(device, fitting=fitting)
+        self._choice, self.scaler = training, self._settings.scaler(training, self.device)
         if fitting:
-            if not goes_on:
-                self._settings.reset(self.scaler)
+            self._begin_log(self._last_trainer.goes_on(trainer), training.name)
             if self.upcast_parameters:  # before `fp32_modules`, because these refuse half-precision parameters
                 _upcast_parameters.upcast(module)
         own = [name for name in REPLACEABLE if not _clipping.is_default(self, name, AmpPrecision)]
-        self._run = run = Run(self, module, choice, self._settings.evaluation(choice, device), self.fp32_modules, own)
+        self._run = run = Run(self, module, training, evaluation, self.fp32_modules, own)
         run.check(self.restore_buffers, self.fp8_recipe)
         if run.fp8 is not None:
             self._fp8_layers = run.fp8.layers
-        say_first_line(run, self.scaler, why, self._settings.given_scaler, self._fallback.said, self.skip_nonfinite)
+        if fitting:
+            skips = self.skip_nonfinite or (self.scaler is not None and self.scaler.is_enabled())
+            given, resumes = self._settings.given_scaler, trainer.ckpt_path is not None
+            fp8, buffers = [] if run.fp8 is None else [run.fp8.summary], len(run.named_buffers)
+            lines = first_line([run.forward], why, self.scaler, given, skips, resumes, fp8, buffers)
+            say(lines)
+        elif why:
+            say([f"lightning_amp: {precision_on(training, self.device, why)}."])
         return module
+
+    def _begin_log(self, goes_on: bool, precision: str) -> None:
+        """Begin the records of a fit. A second fit of the same Trainer continues the counts of the first."""
+        before, self.records = self.records, self._new_log()
+        self.records.go_on_in(precision, 64 if self.scaler is None else self.scaler.max_consecutive_skips)
+        if goes_on:
+            self.records.restore(before.num_steps, before.num_skipped, before.streak, before.last)
+            return
+        self._derivatives = DerivativeScale()
+        if self.scaler is not None:
+            self.scaler.reset()
 
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         if self._run is not None:
-            unwrapped = [_lightning.unwrap_optimizer(o) for o in optimizers]
-            self._run.connect(unwrapped, self.scaler, self.skip_nonfinite, self._ledger.log, self._fall_back_if_stuck)
+            unwrapped = [unwrap_optimizer(o) for o in optimizers]
+            self._run.connect(unwrapped, self.scaler, self.skip_nonfinite, self.records)
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
     def autocast_context_manager(self) -> torch.autocast:
         choice = self._settled() if self._run is None else self._run.forward.choice
-        dtype = choice.dtype if choice.mixed else torch.get_autocast_dtype(self.device)
-        # the cache would sum the gradients of all uses of a weight in half precision; see `casting/_reused_weights.py`
-        return torch.autocast(self.device, dtype=dtype, enabled=choice.mixed, cache_enabled=False)
-
-    @override
-    def convert_input(self, data: Any) -> Any:
-        return data if self._run is None else self._run.forward.convert_input(data)
+        return autocast(choice, self.device)
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
@@ -246,7 +237,7 @@ class AmpPrecision(MixedPrecision):
     @override
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         run = self._run
-        return self.forward_context() if run is None else run.forward.training_step(run.fit)
+        return self.forward_context() if run is None else run.forward.training_step(run)
 
     @override
     def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -282,18 +273,19 @@ class AmpPrecision(MixedPrecision):
         runs again, the scale stays.
         """
         with autocast_off(self.device):
-            return self._ledger.derivatives.grad(enabled(self.scaler), outputs, inputs, **kwargs)
+            scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
+            return self._derivatives.grad(scaler, outputs, inputs, **kwargs)
 
     # -- backward and step ---------------------------------------------------------------------------------------------
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        fit = self._fit
-        if fit is None:  # in an evaluation, or after the run, nothing would divide by the scale
+        run, steps = self._run, self._steps
+        if run is None or steps is None:  # in an evaluation, or after the run, nothing would divide by the scale
             _refusals.require_trainer(self, module)
             return Precision.pre_backward(self, tensor, module)
         with autocast_off(self.device):
-            return fit.scale(tensor)
+            return run.scale(steps, tensor)
 
     @override
     def backward(  # type: ignore[override]
@@ -305,11 +297,10 @@ class AmpPrecision(MixedPrecision):
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        if (fit := self._fit) is None or fit.fold_plan.current().somebody_sees_backward:
+        run = self._run
+        if run is None or run.steps is None or run.fold_plan.current().somebody_sees_backward:
             with autocast_off(self.device):
                 super().post_backward(tensor, module)
-        if self._run is not None:
-            self._run.forward.reused_weights.forget()
         return tensor.detach()
 
     def unscale_(self, optimizer: Any) -> None:
@@ -323,21 +314,19 @@ class AmpPrecision(MixedPrecision):
             optimizer: From `self.optimizers()`, or the user's own.
 
         """
-        if self._fit is not None:
-            self._fit.steps.unscale_(_lightning.unwrap_optimizer(optimizer))
+        if self._steps is not None:
+            self._steps.unscale_(optimizer)
 
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        fit = self._fit
+        run, steps = self._run, self._steps
         with autocast_off(self.device):
-            if fit is None:  # in an evaluation, or after the run, gradients are not scaled and steps not counted
+            if run is None or steps is None:  # gradients are not scaled and steps not counted
                 output = Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
             else:
-                output = fit.step(_lightning.unwrap_optimizer(optimizer), closure, kwargs)
-        if self._run is not None:
-            self._run.forward.reused_weights.forget()
+                output = run.step(steps, unwrap_optimizer(optimizer), closure, kwargs)
         return output
 
     @override
@@ -347,14 +336,13 @@ class AmpPrecision(MixedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        optimizer = _lightning.unwrap_optimizer(optimizer)
+        optimizer = unwrap_optimizer(optimizer)
         if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             self.unscale_(optimizer)
             self.clip_grad_by_value(optimizer, clip_val)
             return
-        if self._fit is not None:  # no check here: the step finds the NaN gradients that a non-finite norm causes
-            gradients = self._fit.steps.gradients
-            gradients.unscale(gradients.state(optimizer))
+        if self._steps is not None:  # no check here: the step finds the NaN gradients that a non-finite norm causes
+            self._steps.unscale(self._steps.state(optimizer))
         if clip_val > 0:
             self.clip_grad_by_norm(optimizer, clip_val)
 
@@ -366,79 +354,69 @@ class AmpPrecision(MixedPrecision):
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         _clipping.clip_by_value(self.main_params(optimizer), clip_val)
 
-    # -- another precision, checkpoints, copies, the end ---------------------------------------------------------------
-
-    def _go_on_in(self, choice: Choice, *, training: bool = True) -> None:
-        """Set the precision, and with it the scaler, the contexts of steps, and the precision in records."""
-        self._choice, self.scaler = choice, self._settings.next_scaler(choice, self.scaler, self.device)
-        if self._run is not None:
-            self._run.go_on_in(choice, self._settings.evaluation(choice, self._run.device), self.scaler)
-        if training:
-            self._ledger.go_on_in(choice.name, self.scaler, self._fallback.note_stuck if self._fallback.left else None)
-
-    def _fall_back_if_stuck(self) -> None:
-        """Go on in the next precision if the batch that ended was one skip too many; all ranks together."""
-        if self._fallback.why_stuck:
-            self._ledger.log.flush()  # the steps so far were taken in the old precision
-            self._fallback.go_on(self._settled(), self._go_on_in)
+    # -- checkpoints, copies, the end ----------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self._fit is not None:
-            self._fit.protection.settle()
+        if self._run is not None and self._run.steps is not None:
+            self._run.protection.settle()
         self.flush()
-        return {**self._ledger.state(self.scaler), **self._fallback.state()}
+        derivatives = self._derivatives.state()
+        return {
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            **self.records.state(),
+            **({} if derivatives is None else {_DERIVATIVES: derivatives}),
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._load(state_dict, type(self).__qualname__)
 
     def _load(self, state_dict: dict[str, Any], name: str) -> None:
-        run = self._run
-        if run is not None:
-            name = name if run.module.trainer.ckpt_path is None else f"{run.module.trainer.ckpt_path}: {name}"
-            if (choice := self._fallback.resume(Saved(state_dict, name), run.device)) is not None:
-                self._go_on_in(choice)
-        say(self._ledger.load(state_dict, self.scaler, name))
-        if self._fit is not None:
-            self._fit.steps.gradients.note_scale()
+        path = None if self._run is None else self._run.module.trainer.ckpt_path
+        saved = Saved(state_dict, name if path is None else f"{path}: {name}")
+        if _DERIVATIVES in saved:  # loaded first, because it may be refused
+            self._derivatives.load(saved, _DERIVATIVES)
+        say(load_state(saved, self.scaler, self.records))
+        say(resumed(state_dict, self._settled().name, self.scaler))
+        if self._steps is not None:
+            self._steps.note_scale()
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.scaler is not None:
             checkpoint[STOCK_KEY] = self.scaler.state_dict()
-        if self._fit is not None:
-            self._fit.protection.mend(checkpoint["state_dict"])
+        if self._run is not None and self._run.steps is not None:
+            self._run.protection.mend(checkpoint["state_dict"])
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # state that the checkpoint lacks is reset, even if an earlier fit has left some
-        start = self._fallback.restart()
-        if start is not None and start != self._choice and self._run is not None:
-            self._go_on_in(start)
-        self._settings.reset(self.scaler)
-        self._ledger.clear()
-        if self._fit is not None:
-            self._fit.steps.gradients.note_scale()
+        if self.scaler is not None:
+            self.scaler.reset()
+        self.records.restore(0, 0, (), None)
+        self._derivatives = DerivativeScale()
+        if self._steps is not None:
+            self._steps.note_scale()
         if type(self).__qualname__ not in checkpoint and (key := find_entry(checkpoint)) is not None:
             self._load(checkpoint[key], key)  # otherwise Lightning itself calls `load_state_dict`
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings and the scaler for a pickle or a deep copy, without the run."""
-        return {name: value for name, value in vars(self).items() if name not in ("_ledger", "_run")}
+        left_out = ("records", "_run", "_last_trainer", "_derivatives")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self._fallback.moved:
-            self._choice, self.scaler = self._settings.first()
-        self._fallback.forget()
-        self._ledger = self._new_ledger()
+        choice, scaler = self._choice, self.scaler
+        self._start_afresh()
+        self._choice, self.scaler = choice, scaler
 
     @override
     def teardown(self) -> None:
         try:
             if self._run is not None:
-                self._run.finish(self.flush)
+                self._run.finish(self.records)
         finally:
             self._detach_run()
             super().teardown()

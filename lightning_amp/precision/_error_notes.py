@@ -1,124 +1,92 @@
-"""Add notes to torch's errors under autocast: in which module and line they arose, and what to write instead."""
+"""Add notes to torch's errors about dtypes: the module and line, the half-precision or float64 tensor, and a fix."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from typing import NamedTuple
+import traceback
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
-from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._compat import _modules
-from lightning_amp._user_line import Place, innermost
+from lightning_amp._containers import tensors_in
+from lightning_amp._text import named
+from lightning_amp._user_line import innermost
+from lightning_amp.casting import Choice
 
-_HALF = r"(?:c10::|at::)?(?P<half>Half|BFloat16)"
-_FLOAT = "call `.float()` on the input to compute in float32"
-_MIXED = f"a tensor that autocast made {{short}} meets a float32 tensor where autocast is off: {_FLOAT}"
-_PUT = "values that autocast made {short} are put into a float32 tensor: call `.to(target.dtype)` on them"
-
-_MIXTURES = (
-    f"expected m1 and m2 to have the same dtype.*{_HALF}",
-    f"mat1 and mat2 (?:to|must) have the same dtype.*{_HALF}",
-    f"expected scalar type {_HALF} but found Float",
-    f"expected scalar type Float but found {_HALF}",
-    f"Input type .*{_HALF}.* and (?:bias|weight) type .* should be the same",
-)
-"""Messages about two different dtypes in one operation. In a `torch.autograd.Function` they have a different remedy."""
-
-_REMEDIES = {
-    f"value cannot be converted to type {_HALF} without overflow": (
-        "{short} ends at {largest} and does not hold the number: write `torch.finfo(x.dtype).min` (or `.max`) for the"
-        " tensor `x`, which fits every dtype"
-    ),
-    **dict.fromkeys(_MIXTURES, _MIXED),
-    f"Index put requires the source and destination dtypes match.*{_HALF}": _PUT,
-    rf"index_\w+\(\):.*{_HALF}.*same (?:scalar type|dtype)": _PUT,
-    r"scatter(?:_\w+)?\(\): Expected self\.dtype to be equal to src\.dtype": (
-        "If the values come from a layer, autocast made them {short}: call `.to(target.dtype)` on them"
-    ),
-    f"expected self and source to have the same dtype.*{_HALF}": _PUT,
-    f"Expected out tensor to have dtype {_HALF}, but got float": (
-        "under autocast the result is {short}: use the returned value instead of `out=`"
-    ),
-    f"Got unsupported ScalarType {_HALF}": "NumPy has no {short}: call `.float()` before `.numpy()`",
-    f"not implemented for '{_HALF}'": "torch has no {short} kernel for it on this device: call `.float()` on the input",
-    "unsafe to autocast": "",
-}
-"""The cause of an error and the fix, by a pattern of its message. They are tried in this order."""
-
-_SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
-_MARK = "lightning_amp: raised"
+_SCALAR_TYPES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
+_ABOUT_DTYPES = re.compile(r"[Tt]ype|implemented for")
+_MARK = "lightning_amp: raised in"
 
 
-def note(error: BaseException, module: nn.Module, dtype: torch.dtype, device_type: str, step: str) -> None:
-    """Add a note to an error in which autocast is involved; its type, message and traceback stay.
+def note(error: BaseException, choice: Choice, modules: Sequence[nn.Module], step: str) -> None:
+    """Add a note to an error about dtypes, if autocast or a float64 batch has a part in it; its type and text stay.
 
-    On Python 3.10, which has no notes, it is a line in the log. The note names `step` if no module's forward was
+    On Python 3.10, which has no notes, it is a line in the log. The note names `step` if no submodule's forward was
     running.
     """
-    if not isinstance(error, (RuntimeError, TypeError)) or any(_MARK in n for n in getattr(error, "__notes__", ())):
+    message = str(error)
+    noted = any(_MARK in text for text in getattr(error, "__notes__", ()))
+    if noted or not isinstance(error, (RuntimeError, TypeError)) or not _ABOUT_DTYPES.search(message):
         return
-    pattern, match = next(((p, m) for p in _REMEDIES if (m := re.search(p, str(error)))), ("", None))
-    if match is None or match.groupdict().get("half") not in (None, _NAMES[dtype]):
-        return  # autocast does not cause it
-    place = _Place.of(error, module)
-    own = () if place.module is None else (*place.module.parameters(), *place.module.buffers())
-    if any(tensor.dtype == dtype for tensor in own):
-        return  # the user's own half-precision tensors, without autocast
-    words = _words(pattern, place, dtype, device_type, step)
-    add_note = getattr(error, "add_note", None)
-    if add_note is None:
-        _messages.info(words)
-    else:
-        add_note(words)
-
-
-def _words(pattern: str, place: _Place, dtype: torch.dtype, device_type: str, step: str) -> str:
-    short = _SHORT[dtype]
-    where = f"`{place.name}` ({type(place.module).__name__})" if place.name else step
-    if place.function:
-        where = f"{place.function}, a `torch.autograd.Function`" + (f", in {where}" if place.name else "")
-    line = "" if place.line is None else f", {place.line}"
-    remedy = _REMEDIES[pattern].format(short=short, largest=f"{torch.finfo(dtype).max:,.5g}")
-    if place.function and pattern in _MIXTURES:
-        name = place.function.split(".")[0].strip("`")
-        arguments = f"device_type={device_type!r}"
-        remedy = (
-            f"a `torch.autograd.Function` runs its forward under autocast and its backward without: decorate"
-            f" `{name}.forward` with `torch.amp.custom_fwd({arguments}, cast_inputs=torch.float32)` and"
-            f" `{name}.backward` with `torch.amp.custom_bwd({arguments})`"
+    where, function, doubles = _look(error, modules, step)
+    half = str(choice.dtype).removeprefix("torch.")
+    if "double" in message.lower():
+        if not doubles:
+            return
+        text = (
+            f"{named(doubles)} {'is' if len(doubles) == 1 else 'are'} float64, and the module is float32: have the"
+            " dataset return float32 (NumPy's default is float64), or call `.float()`"
         )
-    remedy = remedy[:1].upper() + remedy[1:] if not remedy.startswith(short) else remedy
-    return f"{_MARK} under {short} autocast in {where}{line}." + (f" {remedy}." if remedy else "")
+    elif not choice.mixed or not re.search(rf"\b{_SCALAR_TYPES[choice.dtype]}\b|src\.dtype", message):
+        return
+    elif "without overflow" in message:
+        text = f"{half} does not hold that number: write `torch.finfo(x.dtype).min` (or `.max`) for a tensor `x`"
+    elif function:
+        text = (
+            f"run this `torch.autograd.Function` in fp32: `lightning_amp.precision.fp32_region({function}.apply)(...)`"
+        )
+    else:
+        text = f"outputs of layers are {half} under autocast: call `.float()` on each {half} tensor of that operation"
+    text = f"{_MARK} {where}. {text}."
+    if hasattr(error, "add_note"):
+        error.add_note(text)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        _messages.info(text)
 
 
-@final
-class _Place(NamedTuple):
-    """The place where an error was raised: the module whose forward was running, the function, the user's line."""
+def _look(error: BaseException, roots: Sequence[nn.Module], step: str) -> tuple[str, str, list[str]]:
+    """Return where an error was raised, the `torch.autograd.Function` in whose backward, and what was float64.
 
-    name: str
-    module: nn.Module | None
-    function: str
-    line: Place | None
-
-    @classmethod
-    def of(cls, error: BaseException, root: nn.Module) -> _Place:
-        names = {id(module): _modules.plain_name(name) for name, module in root.named_modules()}
-        name, module, function = "", None, ""
-        lines: list[tuple[str, int]] = []
-        traceback = error.__traceback__
-        while traceback is not None:
-            frame = traceback.tb_frame
-            lines.append((frame.f_code.co_filename, traceback.tb_lineno))
-            names_of_arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-            found = frame.f_locals.get(names_of_arguments[0]) if names_of_arguments else None
-            if isinstance(found, nn.Module) and frame.f_code.co_name == "forward" and names.get(id(found)):
-                name, module, function = names[id(found)], found, ""
-            elif isinstance(found, FunctionCtx) and frame.f_code.co_name in ("forward", "backward"):
-                function = f"`{type(found).__name__.removesuffix('Backward')}.{frame.f_code.co_name}`"
-            traceback = traceback.tb_next
-        return cls(name, module, function, innermost(lines))
+    These are the arguments of the root's own method, such as `training_step`, unless the module is float64 itself.
+    """
+    names = {id(module): name for root in roots for name, module in root.named_modules() if name}
+    is_double = any(p.dtype == torch.float64 for root in roots for p in root.parameters())
+    where, function = step, ""
+    doubles: list[str] = []
+    lines: list[tuple[str, int]] = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, method = frame.f_code.co_filename, frame.f_code.co_name
+        lines.append((file, line))
+        arguments = inspect.getargvalues(frame)
+        passed = (*arguments.args, arguments.varargs, arguments.keywords)
+        values = {name: arguments.locals.get(name) for name in passed if name is not None}
+        owner: Any = next(iter(values.values()), None)
+        if any(owner is root for root in roots):
+            if not method.startswith("_") and not is_double:
+                found = (
+                    f"{n}{path}" for n, v in values.items() for path, t in tensors_in(v) if t.dtype == torch.float64
+                )
+                doubles = doubles or [*found]
+        elif method == "forward" and id(owner) in names:
+            where, function = f"`{_modules.plain_name(names[id(owner)])}` ({type(owner).__name__})", ""
+        elif method == "backward" and isinstance(owner, FunctionCtx):
+            function = type(owner).__name__.removesuffix("Backward")
+            where = f"the backward of `{function}`"
+    place = innermost(lines)
+    return where if place is None else f"{where}, {place}", function, doubles

@@ -1,16 +1,15 @@
 """`FabricAmpPrecision`: the optimizer step of `AmpPrecision` for Lightning Fabric.
 
-This file translates the hooks of Fabric. `_fabric_modules.py` holds what happens around forwards;
-`scaling/_scaled_steps.py` runs backwards and steps.
+This file translates the hooks of Fabric. `_fabric_modules.py` holds what happens around forwards; `ScaledSteps` runs
+backwards and steps.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision import Precision
@@ -20,27 +19,29 @@ from typing_extensions import final, override
 
 from lightning_amp._arguments import require_bool
 from lightning_amp.casting import Canonical, Choice, checked_module_rules
-from lightning_amp.findings import StepRecord
 from lightning_amp.precision import _refusals
-from lightning_amp.precision._fabric_modules import FabricModules, autocast, device_of
-from lightning_amp.precision._first_line import first_line, say
-from lightning_amp.precision._settings import Settings, pick_for_all_ranks
-from lightning_amp.scaling import Advice, RecordLog, Saved, ScaledSteps, enabled, parameters
+from lightning_amp.precision._fabric_modules import FabricModules, device_of
+from lightning_amp.precision._first_line import first_line, resumed, say
+from lightning_amp.precision._forward import autocast
+from lightning_amp.precision._settings import Settings
+from lightning_amp.scaling import Calls, ScaledSteps, parameters
 from lightning_amp.skipped_steps import checked_buffer_rules
 
-Target = TypeVar("Target")
-
-_IN_FABRIC = Advice(
+_IN_FABRIC = Calls(
     "Fabric",
-    "It was called inside the backward: call `optimizer.step()` after `fabric.backward(loss)`",
-    "Call `step()` of the optimizer that `fabric.setup` has returned",
+    "fabric.backward(loss)",
+    "`step()` of the optimizer that `fabric.setup` has returned",
     "Pass the optimizer to `fabric.setup(model, optimizer)`, or to `fabric.setup_optimizers`, and call `step()` of what"
     " it returns",
 )
 
 
+_KEPT = ("_settings", "fp8_recipe", "fp32_modules", "skip_nonfinite", "restore_buffers", "process_group", "device")
+"""The attributes that a copy or a pickle has."""
+
+
 @final
-class FabricAmpPrecision(Precision):
+class FabricAmpPrecision(ScaledSteps, Precision):
     r"""Precision plugin for Fabric: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
@@ -71,7 +72,7 @@ class FabricAmpPrecision(Precision):
 
     Args:
         precision: See :class:`AmpPrecision`, also for the other arguments.
-        scaler: `None`, a `DynamicLossScaler`, any `torch.amp.GradScaler`, or a float.
+        scaler: `None`, a `DynamicLossScaler`, a `torch.amp.GradScaler`, whose settings are taken, or a float.
         fp32_modules: Rules on the modules that were set up, each with names of its own.
         skip_nonfinite: Skip steps with non-finite gradients in bf16 and fp32 too.
         restore_buffers: Rules for buffers that a skipped step restores.
@@ -113,20 +114,18 @@ class FabricAmpPrecision(Precision):
         self._new: list[nn.Module] = []  # were set up since the last forward
         self._set_up: FabricModules | None = None
         self._loaded: dict[str, Any] | None = None  # a checkpoint for "auto", from before the first forward
-        self._first_line: Callable[..., str] | None = None
-        call, plugin = "fabric.backward(loss)", weakref.ref(self)
+        self._why: str | None = None  # the reason of "auto" until the first line is logged
+        plugin = weakref.ref(self)
 
         def describe() -> str:
             modules = None if (this := plugin()) is None else this._set_up
             return "" if modules is None else _refusals.describe_nonfinite_gradients(*modules.modules)
 
-        self._steps = ScaledSteps(scaler, skip_nonfinite=self.skip_nonfinite, process_group=self.process_group)
-        self._steps.begin_as(_IN_FABRIC, call, describe)
+        self.begin(scaler, (), _IN_FABRIC, describe)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings and the scaler for a pickle or a deep copy, without the modules and steps."""
-        left_out = ("_choice", "_new", "_set_up", "_loaded", "_first_line", "_steps")
-        return {name: value for name, value in vars(self).items() if name not in left_out}
+        return {name: vars(self)[name] for name in _KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -149,54 +148,18 @@ class FabricAmpPrecision(Precision):
         return self._settled().canonical
 
     def _settled(self) -> Choice:
-        return self._choice or Choice.by_instructions(torch.device(self.device))[0]
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """Return the loss scaler; `None` without loss scaling."""
-        return self._steps.scaler
+        return self._choice or Choice.pick(torch.device(self.device))[0]
 
     @property
     def fp8_layers(self) -> Mapping[str, str | None]:
         """Map the name of each `nn.Linear` to `None` if it runs in fp8, else to the reason."""
         return {} if self._set_up is None else dict(self._set_up.fp8_layers)
 
-    @property
-    def last_step(self) -> StepRecord | None:
-        """Return the last attempted optimizer step. This waits for the device."""
-        return self._steps.last_step
-
-    @property
-    def num_steps(self) -> int:
-        """Count the applied optimizer steps. This waits for the device."""
-        return self._steps.num_steps
-
-    @property
-    def num_skipped(self) -> int:
-        """Count the skipped optimizer steps. This waits for the device."""
-        return self._steps.num_skipped
-
-    @property
-    def records(self) -> RecordLog:
-        """Return the log of all steps, for `ScaleHistory.following`."""
-        return self._steps.records
-
-    def flush(self) -> None:
-        """End the round, wait for the device, and hand all records to the subscribers."""
-        self._steps.flush()
-
-    def on_applied(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call a function once if the last step was applied; see :class:`lightning_amp.scaling.ScaledSteps`."""
-        self._steps.on_applied(call, *args, **kwargs)
-
-    def guard(self, target: Target, *methods: str) -> Target:
-        """Have a schedule or an average skip with the steps; see :meth:`lightning_amp.scaling.ScaledSteps.guard`."""
-        return self._steps.guard(target, *methods)
-
+    @override
     def unscale_(self, optimizer: Any) -> None:
         """Unscale the gradients of `optimizer`, to read or change them before the step."""
         self._ready()
-        self._steps.unscale_(optimizer)
+        super().unscale_(optimizer)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -207,7 +170,8 @@ class FabricAmpPrecision(Precision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        return self._ready().begin_forward(data)
+        self._ready().begin_forward()
+        return data
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -225,54 +189,38 @@ class FabricAmpPrecision(Precision):
         if modules is None or self._new:
             if modules is None and not self._new:
                 raise RuntimeError(f"`{self!r}` has no module yet: call `model, optimizer = fabric.setup(...)` first.")
-            modules = self._set_up = modules or self._begin(device_of(self._new, self.device))
-            modules.add(self._new)
-            self._steps.expect((p for m in self._new for p in m.parameters()), modules.device)
+            modules = self._set_up = modules or self._settle(device_of(self._new, self.device))
+            fp8 = modules.add(self._new)
+            self.started().expect(p for m in self._new for p in m.parameters())
             self._new = []
-            self._say_first_line(modules)
+            if self._why is None:
+                say(f"lightning_amp: {summary}." for summary in fp8)
+            else:
+                given, forwards = self._settings.given_scaler, modules.forwards
+                say(first_line(forwards, self._why, self.scaler, given, modules.skips, fp8=fp8))
+                self._why = None
         return modules
 
-    def _begin(self, device: torch.device) -> FabricModules:
+    def _settle(self, device: torch.device) -> FabricModules:
+        """Let the settings take effect on this device."""
         self.device = device.type
-        choice, why = self._settings.choose(device, lambda: self._pick(device))
-        scaler = self._settings.next_scaler(choice, self._steps.scaler, device.type)
-        modules = FabricModules(
-            choice, device, self.fp32_modules, self.restore_buffers, self.fp8_recipe,
-            skips=self.skip_nonfinite or enabled(scaler) is not None,
-        )  # fmt: skip
-        self._choice = choice
-        self._steps.go_on_in(choice.name, scaler)
-        self._steps.expect((), device, modules)
+        choice, _, self._why = self._settings.choose(device, self.process_group)
+        scaler = self._settings.scaler(choice, device.type)
+        skips = self.skip_nonfinite or (scaler is not None and scaler.is_enabled())
+        rules = self.fp32_modules, self.restore_buffers
+        modules = FabricModules(choice, device, *rules, self.fp8_recipe, skips=skips)
+        self._choice, self._observer, self._reduces_on = choice, modules, device
+        self.go_on_in(choice.name, scaler)
         if self._loaded is not None:
-            say(self._steps.load(self._loaded, type(self).__name__))
-        resumed = self._loaded is not None
-        self._first_line = partial(first_line, choice, device.type, why, scaler, skips=modules.skips, resumed=resumed)
+            self._load_and_say(self._loaded)
         return modules
-
-    def _say_first_line(self, modules: FabricModules) -> None:
-        """Log the first line after the first modules, and how many layers of later ones run in fp8."""
-        fp8 = modules.news_of_fp8()
-        if self._first_line is not None:
-            say([self._first_line(fp8=fp8)])
-            self._first_line = None
-        else:
-            say(f"lightning_amp: {summary}." for summary in fp8)
-
-    def _pick(self, device: torch.device) -> tuple[Choice, str]:
-        """Pick for `"auto"`: the precision of a loaded checkpoint, or by the device."""
-        last = None if self._loaded is None else Saved(self._loaded, type(self).__name__).record_if_any("last_step")
-        if last is not None and last.precision:
-            return Choice.of(last.precision), "as in the checkpoint"
-        return pick_for_all_ranks(self._new[0], device, self.process_group)
 
     # -- backward and step ---------------------------------------------------------------------------------------------
 
     @override
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        modules = self._ready()
-        self._steps.watch(modules.leaves(tensor))
-        with modules.backward():
-            self._steps.backward(tensor, *args, **kwargs)
+        with self._ready().backward():
+            super().backward(tensor, *args, **kwargs)
 
     @override
     def unscale_gradients(self, optimizer: Optimizer) -> None:
@@ -281,7 +229,7 @@ class FabricAmpPrecision(Precision):
     @override
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
         """Return the parameters to clip: if the step will be skipped only a zero, so that Fabric raises no error."""
-        if not self._steps.will_skip(optimizer):
+        if not self.started().will_skip(optimizer):
             return parameters(optimizer)
         nothing = nn.Parameter(torch.zeros(1))
         nothing.grad = torch.zeros(1)
@@ -289,10 +237,8 @@ class FabricAmpPrecision(Precision):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        modules = self._ready()
-        output = self._steps.step(optimizer, **kwargs)
-        modules.forget()
-        return output
+        self._ready()
+        return self.step(optimizer, **kwargs)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -300,15 +246,19 @@ class FabricAmpPrecision(Precision):
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None and self._set_up is None:
             return dict(self._loaded)
-        return self._steps.state_dict()
+        return super().state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        sentences = self._steps.load(state_dict, type(self).__name__)
         if self._set_up is None and self._choice is None:
+            self.load(state_dict, type(self).__name__)  # refuses a wrong one
             self._loaded = state_dict  # "auto" chooses the precision at the first forward, and loads it again
         else:
-            say(sentences)
+            self._load_and_say(state_dict)
+
+    def _load_and_say(self, state_dict: dict[str, Any]) -> None:
+        say(self.load(state_dict, type(self).__name__))
+        say(resumed(state_dict, self._settled().name, self.scaler))
 
     @override
     def teardown(self) -> None:

@@ -1,32 +1,31 @@
-"""Run the forwards of modules that Fabric has set up: autocast, fp32 modules, fp8, buffers."""
+"""Run the forwards of modules that Fabric has set up, and restore their buffers after a skipped step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from typing_extensions import final
 
-from lightning_amp._compat import _modules, _sharding, _torch
-from lightning_amp._containers import replace, to_fp32
+from lightning_amp._compat import _modules
+from lightning_amp._containers import replace
 from lightning_amp.casting import (
     Choice,
-    Float8Linears,
-    Fp32Modules,
-    ReusedWeights,
     Rule,
-    SharedCopies,
     choose_fp8_layers,
+    fp8_summary,
+    linears_in_fp8,
     may_run_in_fp8,
     modules_matching,
     nothing_qualifies,
 )
 from lightning_amp.numerics import HALF_DTYPES
-from lightning_amp.precision import _fp8, _upcast_parameters
+from lightning_amp.precision import _error_notes, _fp8, _refusals
+from lightning_amp.precision._forward import Context, ForwardContexts, Together, autocast
 from lightning_amp.scaling import StepResult
 from lightning_amp.skipped_steps import KeptBuffers, matching_places, norm_places
 
@@ -37,20 +36,12 @@ def device_of(modules: Iterable[nn.Module], default: str) -> torch.device:
     return next((t.device for t in tensors), torch.device(default))
 
 
-def autocast(choice: Choice, device_type: str) -> torch.autocast:
-    """Return the context of a forward in this precision."""
-    if not choice.mixed:
-        return torch.autocast(device_type, enabled=False)
-    # torch's cache would sum the gradients of all uses of a weight in half precision
-    return torch.autocast(device_type, dtype=choice.dtype, cache_enabled=False)
-
-
 @final
 class FabricModules:
     """All modules that Fabric has set up, in one precision.
 
     Attributes:
-        modules: The user's modules, inside of Fabric's wrappers.
+        forwards: The contexts of each module.
         skips: Whether steps may be skipped.
         fp8_layers: Each `nn.Linear` by its name: `None` if it runs in fp8, or the reason why not.
 
@@ -66,89 +57,67 @@ class FabricModules:
         *,
         skips: bool,
     ) -> None:
-        self.modules: list[nn.Module] = []
         self.device, self.skips = device, skips
         self.fp8_layers: dict[str, str | None] = {}
-        self._news_of_fp8: list[str] = []
         self._choice = choice
+        self._autocast = partial(autocast, choice, device.type)
         self._rules, self._buffer_rules, self._fp8_recipe = fp32_modules, restore_buffers, fp8_recipe
-        self._fp32: list[Fp32Modules] = []
-        self._fp8: list[Float8Linears] = []
-        self._reused: list[ReusedWeights] = []
-        self._around: dict[str | None, list[AbstractContextManager[Any]]] = {}  # contexts, by the kind of step
+        self.forwards: list[ForwardContexts] = []
         self._buffers: list[KeptBuffers] = []
         self._window_is_open = False
-        self._is_float64 = self._looked = False
-        self._compiling = _modules.CompiledBackwardWithoutAutocast()
 
-    def add(self, modules: Sequence[nn.Module]) -> None:
-        """Apply the settings to modules that were set up. If one is refused, none is changed."""
-        first = not self.modules
-        rules = _by_module(modules, self._rules, modules_matching, strict=first)
-        buffers = _by_module(modules, self._buffer_rules, matching_places, strict=first)
-        for module in modules if self.skips else ():
-            if lazy := next((name for name, buffer in module.named_buffers() if is_lazy(buffer)), None):
-                raise ValueError(
-                    f"A skipped step cannot restore the buffer `{lazy}` of a lazy module, which has no shape yet: call"
-                    " `model(batch)` once before `fabric.setup`."
-                )
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Return the user's modules, inside of Fabric's wrappers."""
+        return [forward.module for forward in self.forwards]
+
+    def add(self, modules: Sequence[nn.Module]) -> list[str]:
+        """Apply the settings to modules that were set up, and describe what runs in fp8.
+
+        If one is refused, none is changed.
+        """
+        is_first = not self.forwards
+        rules = _by_module(modules, self._rules, modules_matching, strict=is_first)
+        buffers = _by_module(modules, self._buffer_rules, matching_places, strict=is_first)
         for module in modules if self._choice.mixed else ():
-            if half := _upcast_parameters.trained_in_half(module):
-                name, dtype = next(iter(half.items()))
-                raise ValueError(
-                    f"precision {self._choice.name!r} cannot train this module: `{name}` is {dtype}. Mixed precision"
-                    " keeps float32 parameters; in half precision most small updates are rounded away. Call"
-                    " `model.float()` before `fabric.setup`, or load the model in float32."
-                )
-        fp8 = self._choose_fp8(modules, rules) if self._fp8_recipe is not None else []
-        for module, its_rules, its_buffers in zip(modules, rules, buffers, strict=True):
-            self._fp32.append(Fp32Modules(module, its_rules, self.device.type, active=self._choice.mixed))
-            reused = ReusedWeights(module, self.device.type, lambda: 0)
-            if self._choice.mixed:
-                reused.activate()
-            self._reused.append(reused)
-            if self.skips:
-                kept = KeptBuffers(norm_places(module), counted=True)
-                named = KeptBuffers(matching_places(module, its_buffers), counted=False)
-                self._buffers += filter(None, (kept, named))
-        self._fp8 += fp8
-        self.modules += modules
-        for stage in ("training_step", "validation_step", None):
-            self._around[stage] = [*self._fp8, *(SharedCopies(reused, stage) for reused in self._reused)]
-        self._is_float64 = any(p.dtype == torch.float64 for m in self.modules for p in m.parameters())
+            _refusals.refuse_half_parameters(module, self._choice, lambda _: _BEFORE_SETUP)
+        added: list[ForwardContexts] = []
+        try:
+            for module, its_rules in zip(modules, rules, strict=True):
+                choices = self._choice, self._choice
+                added.append(ForwardContexts(module, self.device.type, *choices, its_rules, self._autocast))
+            summaries = [] if self._fp8_recipe is None else self._turn_fp8_on(added)
+        except BaseException:
+            for forward in added:
+                forward.detach()
+            raise
+        for module, its_buffers in zip(modules, buffers, strict=True):
+            both = (norm_places(module), True), (matching_places(module, its_buffers), False)
+            kept = [KeptBuffers(module, found, counted=counted) for found, counted in both if found]
+            self._buffers += kept if self.skips else []
+        self.forwards += added
+        return summaries
 
-    def _choose_fp8(self, modules: Sequence[nn.Module], rules: Sequence[Sequence[Rule]]) -> list[Float8Linears]:
-        chosen: list[Float8Linears] = []
-        layers: dict[str, str | None] = {}
-        summaries: list[str] = []
-        for module, its_rules in zip(modules, rules, strict=True):
-            matching = modules_matching(module, its_rules).values()
-            in_fp32 = {inner for pairs in matching for _, m in pairs for inner in m.modules()}
-            found = choose_fp8_layers(module, in_fp32, self._fp8_recipe, self.device)
-            layers.update(found)
-            if _fp8.has_fp8(module, found):
-                summaries.append(_fp8.summarize(module, found, self._fp8_recipe))
-            names = may_run_in_fp8(found)
-            if names:
-                stage = _Stage(module)
-                chosen.append(Float8Linears(module, names, self._fp8_recipe, self.device.type, stage))
-        if not summaries and not self.fp8_layers:
-            raise ValueError(f"{nothing_qualifies(modules[0], layers)}\nUse precision 'bf16'.")
-        if not self.fp8_layers:
-            _fp8.warn_about(self._fp8_recipe)
-        self.fp8_layers.update(layers)
-        self._news_of_fp8 += summaries
-        return chosen
-
-    def news_of_fp8(self) -> list[str]:
-        """Return a summary for each module in fp8 that was added since the last call."""
-        news, self._news_of_fp8 = self._news_of_fp8, []
-        return news
+    def _turn_fp8_on(self, forwards: Sequence[ForwardContexts]) -> list[str]:
+        recipe, device = self._fp8_recipe, self.device
+        layers = [choose_fp8_layers(f.module, f.fp32_modules.modules, recipe, device) for f in forwards]
+        found = [fp8_summary(f.module, its_layers, recipe) for f, its_layers in zip(forwards, layers, strict=True)]
+        summaries = [summary for summary in found if summary]
+        if not self.forwards:
+            if not summaries:
+                every = {name: why for its_layers in layers for name, why in its_layers.items()}
+                raise ValueError(f"{nothing_qualifies(forwards[0].module, every)}\nUse precision 'bf16'.")
+            _fp8.warn_about(recipe)
+        for forward, its_layers in zip(forwards, layers, strict=True):
+            self.fp8_layers.update(its_layers)
+            if names := may_run_in_fp8(its_layers):
+                forward.use_fp8(linears_in_fp8(forward.module, names, recipe, device.type, _Stage(forward.module)))
+        return summaries
 
     # -- forward and backward ------------------------------------------------------------------------------------------
 
-    def begin_forward(self, data: Any) -> Any:
-        """Copy buffers if a step begins, and return the inputs, with float64 values as float32.
+    def begin_forward(self) -> None:
+        """Copy buffers if a step begins.
 
         A step begins with the first forward in training mode, which may be a teacher's, without gradients.
         """
@@ -156,30 +125,27 @@ class FabricModules:
             self._window_is_open = True
             for buffers in self._buffers:
                 buffers.enter_step()
-        return to_fp32(data, (torch.float64,)) if self._choice.mixed and not self._is_float64 else data
 
-    def forward(self) -> _Together:
+    def forward(self) -> Context:
         """Return the context of a forward in the precision of the plugin."""
-        around = self._around["training_step" if torch.is_grad_enabled() else "validation_step"]
-        return _Together([self._compiling, *around, autocast(self._choice, self.device.type)])
+        step = "training_step" if torch.is_grad_enabled() else "validation_step"
+        return self._together(step, "the forward", self._autocast())
 
     def end_forward(self, data: Any) -> Any:
         """Return the outputs in float32, except a float16 loss, at which the loss scale must not exceed 65504."""
         return replace(data, _to_fp32) if self._choice.mixed else data
 
-    def backward(self) -> _Together:
-        """Return the context of a backward, in which activation checkpointing runs forwards again."""
-        return _Together([self._compiling, *self._around[None]])
+    def backward(self) -> Context:
+        """Return the context of a backward."""
+        return self._together(None, "the backward")
 
-    def leaves(self, loss: Tensor) -> list[Any]:
-        """Return the leaves below the first loss, which may belong to modules that were not set up; then nothing.
+    def _together(self, step: str | None, name: str, *inside: Context) -> Together:
+        def end(error: BaseException | None) -> None:
+            if error is not None:
+                _error_notes.note(error, self._choice, self.modules, name)
 
-        Sharded modules gather their parameters for the forward, so that the leaves are not those of the optimizer.
-        """
-        if self._looked or any(_sharding.is_sharded_module(module) for module in self.modules):
-            return []
-        self._looked = True
-        return _torch.leaves(loss)
+        around = [context for forward in self.forwards for context in forward.around(step)]
+        return Together([_modules.compiled_backward_without_autocast(), *around, *inside], end)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -188,45 +154,25 @@ class FabricModules:
         for buffers in self._buffers:
             buffers.note_backward()
 
-    def observe(self, result: StepResult) -> None:
+    def observe(self, optimizer: Optimizer, result: StepResult) -> None:
         """Restore buffers if the step was skipped."""
         self._window_is_open = False
         for buffers in self._buffers:
-            buffers.observe(result, inside_step=False)
-
-    def forget(self) -> None:
-        """Drop half-precision copies of weights, which have moved."""
-        for reused in self._reused:
-            reused.forget()
+            buffers.observe(optimizer, result, manual=False)
 
     def detach(self) -> None:
         """Restore the modules."""
-        for each in self._fp32:
-            each.remove()
-        for reused in self._reused:
-            reused.restore()
+        for forward in self.forwards:
+            forward.detach()
+
+
+_BEFORE_SETUP = "Call `model.float()` before `fabric.setup`, or load the model in float32"
 
 
 def _to_fp32(value: Any) -> Any:
     if not isinstance(value, Tensor) or value.dtype not in HALF_DTYPES:
         return value
     return value if value.dtype is torch.float16 and not value.dim() else value.float()
-
-
-@final
-class _Together:
-    """Several contexts as one, in a tenth of the time of an `ExitStack`."""
-
-    def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
-        self._contexts = contexts
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*error)
 
 
 @final

@@ -1,99 +1,85 @@
-"""Log one line at the start of a fit: the precision, the scale, and the active protections."""
+"""Log one line at the start of a run, and one when a checkpoint was loaded: precision, loss scale and protections."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from lightning_amp import _messages
 from lightning_amp._text import counted, exact
 from lightning_amp.casting import Choice
-from lightning_amp.precision._fit import Run
-from lightning_amp.scaling import DynamicLossScaler, enabled
-
-
-def say_first_line(
-    run: Run,
-    scaler: torch.amp.GradScaler | None,
-    why: str,
-    given_scaler: torch.amp.GradScaler | None,
-    fallback: str,
-    skip_nonfinite: bool,
-) -> None:
-    """Log precision, device, scaler and protections. If nothing is trained, log only the choice of `"auto"`.
-
-    Args:
-        run: The run that begins.
-        scaler: The scaler in use.
-        why: The reason of `"auto"`; empty for a precision that the user named.
-        given_scaler: The scaler that the user passed.
-        fallback: Words about the precisions of `fallback`; empty if there are none.
-        skip_nonfinite: Whether a step that is not finite is skipped without a scaler too.
-
-    """
-    forward, skips = run.forward, enabled(scaler) is not None or skip_nonfinite
-    resumed = run.module.trainer.ckpt_path is not None  # a checkpoint is about to set the scale
-    parts = [_precision_on(forward.training, forward.device_type, why, resumed)]
-    if run.fp8 is not None and forward.in_fp8:
-        parts.insert(0, run.fp8.summary)
-    if not run.fitting:
-        if why and forward.evaluation == forward.training:
-            _messages.info(f"lightning_amp: {parts[0]}.")
-        return
-    if scaler is not None:
-        parts.append(_scale(scaler, resumed))
-    if given_scaler is not None and scaler is None and not (why and resumed):  # the checkpoint may need the scaler then
-        parts.append("`scaler` is left unused")
-    if fallback:
-        parts.append(fallback)
-    if forward.evaluation != forward.training:
-        parts.append(f"evaluation in {forward.evaluation.name}")
-    if num_fp32_modules := len(forward.fp32_modules):
-        parts.append(f"{counted(num_fp32_modules, 'module')} in fp32")
-    ending = f"non-finite steps are {'skipped' if skips else 'taken'}"
-    if run.named_buffers and skips:
-        ending += f", which also puts back {counted(len(run.named_buffers), 'buffer')}"
-    _messages.info(f"lightning_amp: {', '.join(parts)}; {ending}.")
+from lightning_amp.precision._forward import ForwardContexts
+from lightning_amp.scaling import DynamicLossScaler
 
 
 def first_line(
-    choice: Choice,
-    device_type: str,
+    forwards: Sequence[ForwardContexts],
     why: str,
-    scaler: torch.amp.GradScaler | None,
-    *,
+    scaler: DynamicLossScaler | None,
+    given_scaler: torch.amp.GradScaler | None,
     skips: bool,
-    resumed: bool,
-    fp8: Iterable[str],
-) -> str:
-    """Return precision, device and scaler in Fabric. For the arguments see :func:`say_first_line`.
+    resumes: bool = False,
+    fp8: Iterable[str] = (),
+    num_buffers: int = 0,
+) -> list[str]:
+    """Return the line at the start of a fit, or of a loop of Fabric.
 
-    `fp8` has a summary for each module with layers in fp8.
+    Args:
+        forwards: The contexts of the modules, all in one precision.
+        why: The reason of `"auto"`; empty for a precision that the user named.
+        scaler: The scaler in use.
+        given_scaler: The scaler that the user passed.
+        skips: Whether a step that is not finite is skipped.
+        resumes: Whether a checkpoint is about to set the scale, so that nothing is known of it.
+        fp8: Summaries of the layers in fp8.
+        num_buffers: Number of buffers named by the user that a skipped step restores.
+
     """
-    parts = [*fp8, _precision_on(choice, device_type, why, resumed=False)]  # `why` knows the checkpoint
+    training, evaluation = forwards[0].training, forwards[0].evaluation
+    parts = [*fp8, precision_on(training, forwards[0].device_type, why)]
     if scaler is not None:
-        parts.append(_scale(scaler, resumed))
-    return f"lightning_amp: {', '.join(parts)}; non-finite steps are {'skipped' if skips else 'taken'}."
+        parts.append(_scale(scaler, resumes))
+    elif given_scaler is not None:
+        parts.append("`scaler` is left unused")
+    if evaluation != training:
+        parts.append(f"evaluation in {evaluation.name}")
+    if num_fp32_modules := sum(len(forward.fp32_modules) for forward in forwards):
+        parts.append(f"{counted(num_fp32_modules, 'module')} in fp32")
+    ending = f"non-finite steps are {'skipped' if skips else 'taken'}"
+    if num_buffers and skips:
+        ending += f", which also puts back {counted(num_buffers, 'buffer')}"
+    return [f"lightning_amp: {', '.join(parts)}; {ending}."]
+
+
+def precision_on(choice: Choice, device_type: str, why: str) -> str:
+    """Describe a precision on a device."""
+    autocast = "bf16" if choice.name == "fp8" else choice.name
+    what = f"{autocast} autocast on {device_type}" if choice.mixed else f"fp32 on {device_type}, no autocast"
+    return f"precision 'auto' is {choice.name!r} here ({why}): {what}" if why else what
+
+
+def _scale(scaler: DynamicLossScaler, resumes: bool) -> str:
+    if not scaler.is_enabled():
+        return "no loss scale (the scaler is disabled)"
+    kind = "static" if scaler.min_scale == scaler.max_scale else "dynamic"
+    return f"loss scale ({kind})" if resumes else f"loss scale {exact(scaler.get_scale())} ({kind})"
+
+
+def resumed(state: Mapping[str, Any], precision: str, scaler: DynamicLossScaler | None) -> list[str]:
+    """Return the line to log after a plugin has loaded `state`, if it has a loss scale or was in another precision."""
+    last, saved = state.get("last_step"), state.get("scaler", state)
+    words: list[str] = []
+    if last and last[-1] not in ("", precision):
+        words.append(f"the checkpoint was written in {last[-1]!r}, and training goes on in {precision!r}")
+    if scaler is not None and scaler.is_enabled():
+        unless = "" if saved and "scale" in saved else ", since the checkpoint has none"
+        words.append(f"the loss scale is {exact(scaler.get_scale())}{unless}")
+    return [f"lightning_amp: resumed: {'; '.join(words)}."] if words else []
 
 
 def say(sentences: Iterable[str]) -> None:
     """Log each sentence."""
     for sentence in sentences:
         _messages.info(sentence)
-
-
-def _precision_on(choice: Choice, device_type: str, why: str, resumed: bool) -> str:
-    autocast = "bf16" if choice.name == "fp8" else choice.name
-    what = f"{autocast} autocast on {device_type}" if choice.mixed else f"fp32 on {device_type}, no autocast"
-    unless = ", unless the checkpoint says otherwise" if resumed else ""
-    return f"precision 'auto' is {choice.name!r} here ({why}){unless}: {what}" if why else what
-
-
-def _scale(scaler: torch.amp.GradScaler, resumed: bool) -> str:
-    kind = type(scaler).__name__
-    if not scaler.is_enabled():
-        return f"no loss scale ({kind}, disabled)"
-    if isinstance(scaler, DynamicLossScaler):
-        kind = "static" if scaler.min_scale == scaler.max_scale else "dynamic"
-    return f"loss scale {'from the checkpoint' if resumed else exact(scaler.get_scale())} ({kind})"

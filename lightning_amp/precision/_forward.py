@@ -1,35 +1,32 @@
-"""Make the contexts that steps run in: autocast, fp32 modules, metrics and outputs, shared weights, fp8 layers."""
+"""Make the contexts that forwards run in: autocast, fp32 modules, metrics and outputs, shared weights, fp8 layers."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import WarningCache
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import final
 
-from lightning_amp._containers import tensors_in, to_fp32
 from lightning_amp.casting import (
     Choice,
     EpochEnd,
-    Fp32Metrics,
     Fp32Modules,
     Fp32Outputs,
+    Overrides,
     ReusedWeights,
     Rule,
-    SharedCopies,
+    metrics_in_fp32,
 )
 from lightning_amp.precision import _error_notes
-from lightning_amp.precision._unused_rules import IdleRules
+from lightning_amp.precision._unused_rules import report_idle
 
+Context = contextlib.AbstractContextManager[Any]
 _NOTHING = contextlib.nullcontext()
 _EPOCH_ENDS = {
     "training_step": "on_train_epoch_end",
@@ -37,14 +34,41 @@ _EPOCH_ENDS = {
     "test_step": "on_test_epoch_end",
     "predict_step": "on_predict_epoch_end",
 }
-_said = WarningCache()
+
+
+def autocast(choice: Choice, device_type: str) -> torch.autocast:
+    """Return the context of a forward in this precision."""
+    if not choice.mixed:
+        return torch.autocast(device_type, enabled=False)
+    # the cache would sum the gradients of all uses of a weight in half precision; see `casting/_reused_weights.py`
+    return torch.autocast(device_type, dtype=choice.dtype, cache_enabled=False)
+
+
+@final
+class Together:
+    """Several contexts as one, in a tenth of the time of an `ExitStack`. `end` is called with the error, if any."""
+
+    def __init__(self, contexts: Sequence[Context], end: Callable[[BaseException | None], None]) -> None:
+        self._contexts, self._end = contexts, end
+        self.entered = False
+
+    def __enter__(self) -> None:
+        self.entered = True
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self.entered = False
+        for context in reversed(self._contexts):
+            context.__exit__(kind, error, traceback)
+        self._end(error)
 
 
 @final
 class ForwardContexts:
-    """The contexts of one attached module, until :meth:`detach`.
+    """The contexts of one module, a `LightningModule` or a module of Fabric, until :meth:`detach`.
 
-    Between two steps of an epoch it leaves nothing on the module, except fp32 modules and the next epoch-end hook.
+    Between two steps it leaves nothing on the module, except fp32 modules and the next epoch-end hook.
 
     Args:
         module: The user's.
@@ -59,65 +83,28 @@ class ForwardContexts:
 
     def __init__(
         self,
-        module: LightningModule,
+        module: nn.Module,
         device_type: str,
         training: Choice,
         evaluation: Choice,
         rules: Sequence[Rule],
-        autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+        autocast: Callable[[], Context],
         *,
-        autocast_stays: bool,
+        autocast_stays: bool = True,
     ) -> None:
+        self.module, self.device_type = module, device_type
         self.training, self.evaluation = training, evaluation
-        self.autocast, self.autocast_stays = autocast, autocast_stays
+        self.autocast, self._autocast_stays = autocast, autocast_stays
         self.evaluating = False
-        self.fp8_layers: contextlib.AbstractContextManager[None] = _NOTHING
-        self.reused_weights = ReusedWeights(module, device_type, lambda: module.trainer.current_epoch)
-        self._module, self.device_type = module, device_type
-        self._rules = rules
-        self._idle_rules: IdleRules | None = None
-        self._prepare()
-        self._fp32_metrics = Fp32Metrics(module, device_type)
-        # contexts of shadows, the copies of the module that a callback validates
-        self._shadows: WeakKeyDictionary[nn.Module, Fp32Metrics] = WeakKeyDictionary()
+        mixed = training.mixed or evaluation.mixed
+        self.fp32_modules = Fp32Modules(module, rules, device_type, active=mixed)
+        self._reused_weights = ReusedWeights(module, device_type) if mixed else _NOTHING
+        self._fit: Any = None
+        self._training_step: Together | None = None  # made once, which is noticeable in a step of a tiny model
+        self.fp8_layers: Context = _NOTHING
+        self._metrics = metrics_in_fp32(module, device_type)
         self._step: str | None = None  # the kind of the step that ran last
         self._epoch_ends: dict[str, EpochEnd] = {}
-        self._training_step: _TrainingStep | None = None
-        self._float64_entries: list[str] = []  # entries of the latest batch, if they are not cast
-
-    def _prepare(self) -> None:
-        self.fp32_modules = Fp32Modules(self._module, self._rules, self.device_type, active=self._mixed)
-        if len(self.fp32_modules) and self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._idle_rules = IdleRules(self._module, self.fp32_modules)
-        if self._mixed:
-            self.reused_weights.activate()
-
-    @property
-    def _mixed(self) -> bool:
-        return self.training.mixed or self.evaluation.mixed
-
-    def change(self, training: Choice, evaluation: Choice) -> None:
-        """Continue in other precisions, between two steps.
-
-        If everything is fp32 from now on, the overrides of fp32 modules stay, because they have no effect.
-        """
-        was_mixed = self._mixed
-        self.training, self.evaluation = training, evaluation
-        if self._training_step is not None:
-            self._training_step.forget_autocast()
-        self.reused_weights.forget()
-        if self._mixed and not was_mixed:
-            self.fp32_modules.remove()
-            self._prepare()
-
-    @contextlib.contextmanager
-    def pretending(self, training: Choice) -> Generator[None, None, None]:
-        """Make the contexts of a training step in another precision, for a step that runs again."""
-        before, self.training = self.training, training
-        try:
-            yield
-        finally:
-            self.training = before
 
     @property
     def choice(self) -> Choice:
@@ -129,83 +116,60 @@ class ForwardContexts:
         """Return whether the fp8 layers should multiply in fp8 now."""
         return not self.evaluating and self.training.name == "fp8"
 
+    def use_fp8(self, layers: Context) -> None:
+        """Enter this context in training steps and backwards."""
+        self.fp8_layers = layers
+
     def finish(self) -> None:
         """Warn at the end of a fit of rules that had no effect."""
-        if self._idle_rules is not None:
-            self._idle_rules.say()
+        if self._fit is not None:
+            report_idle(self.fp32_modules)
 
     def detach(self) -> None:
         """Restore the module."""
         for hook in self._epoch_ends.values():
             hook.restore()
         self.fp32_modules.remove()
-        self.reused_weights.restore()
-        self._epoch_ends = {}
 
-    # -- batches -------------------------------------------------------------------------------------------------------
+    def around(self, step: str | None) -> list[Context]:
+        """Return the contexts of a training step except autocast, for Trainer and Fabric.
 
-    def convert_input(self, data: Any) -> Any:
-        """Cast float64 tensors of a batch to float32. Autocast does not, and no layer accepts a mixture of both.
-
-        So a loader that works in training also works in evaluation, even in fp32.
+        For a backward, in which activation checkpointing runs forwards again, `step` is `None`.
         """
-        self._float64_entries = []
-        if _has_no_float64(data):
-            return data
-        if self.training.mixed or (self.evaluation.mixed and not self._module.trainer.training):
-            return _downcast(data, self._module)
-        self._float64_entries = [path for path, tensor in tensors_in(data) if tensor.dtype == torch.float64]
-        return data
+        return [self._metrics, self.fp8_layers, *([] if step is None else [self._reused_weights])]
 
-    def explain(self, error: BaseException | None) -> None:
-        """Annotate an error of a step; in fp32, raise a `RuntimeError` that names the float64 entries of the batch."""
+    def annotate(self, step: str, error: BaseException | None) -> None:
+        """Add a note to an error about dtypes: where it was raised, and what to do."""
         if error is not None:
-            self.annotate(error, f"`{self._step}`" if self._step else "a hook")
-        if not self._float64_entries or not isinstance(error, RuntimeError) or "double" not in str(error).lower():
-            return
-        if not any(p.dtype == torch.float64 for p in self._module.parameters()):
-            entries = ", ".join(f"`batch{path}`" for path in self._float64_entries[:3])
-            raise RuntimeError(
-                f"lightning_amp: {entries} {'is' if len(self._float64_entries) == 1 else 'are'} float64, and the module"
-                f" is float32 ({error}). Make the dataset return float32 (NumPy's default is float64), or call"
-                " `.double()` on the module. With precision 'bf16' or 'fp16' the plugin casts batches itself."
-            ) from error
+            _error_notes.note(error, self.choice, [self.module], step)
 
-    def annotate(self, error: BaseException, step: str) -> None:
-        """Add a note to an error in which autocast has a part: where it was raised, and what to do."""
-        if self.choice.mixed:
-            _error_notes.note(error, self._module, self.choice.dtype, self.device_type, step)
+    # -- steps of a Trainer --------------------------------------------------------------------------------------------
 
-    # -- training ------------------------------------------------------------------------------------------------------
-
-    def training_step(self, fit: Any) -> contextlib.AbstractContextManager[None]:
+    def training_step(self, fit: Any) -> Context:
         """Return the context of a training step. A training step inside of validation has its precision.
 
         `fit` is notified when the step begins and ends; `None` if nothing is trained.
         """
+        if fit is not None:
+            fit.begin_training_step()
+        self._begin("training_step", self.autocast)
+        self._fit = fit
         step = self._training_step
-        if step is None or step.active or self.evaluating:
-            step = _TrainingStep(self, fit)
+        if step is None or step.entered or self.evaluating or not self._autocast_stays:
+            step = Together([*self.around("training_step"), self.autocast()], self._end_training_step)
             if not self.evaluating:
                 self._training_step = step
         return step
 
-    def around_training_step(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of the metrics.
+    def _end_training_step(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.annotate("`training_step`", error)
+        elif self._fit is not None:
+            self._fit.end_training_step()
 
-        The first step of an epoch searches for them, and any other step takes 0.2 us.
-        """
-        if self._idle_rules is not None:
-            self._idle_rules.before_training_step()
-        if self._step != "training_step":
-            self._begin("training_step", self.autocast)
-        return self._fp32_metrics
-
-    def use_fp8(self, layers: contextlib.AbstractContextManager[None]) -> None:
-        """Enter this context in training steps and backwards."""
-        self.fp8_layers = layers
-
-    # -- evaluation ----------------------------------------------------------------------------------------------------
+    def backward(self) -> Context:
+        """Return the context of a backward."""
+        return Together(self.around(None), partial(self.annotate, "the backward"))
 
     @contextlib.contextmanager
     def evaluation_step(self, module: nn.Module, step: str | None = None) -> Generator[None, None, None]:
@@ -218,123 +182,40 @@ class ForwardContexts:
         """
         before, self.evaluating = self.evaluating, True
         try:
-            around = self._around_evaluation(module, step) if self.evaluation.mixed else _NOTHING
-            # not in a hook, because users export models there, and an export needs the module's own `forward`
-            shares = step is not None and module is self._module
-            with around, SharedCopies(self.reused_weights, step) if shares else _NOTHING, self.autocast():
+            contexts = self._around_evaluation(module, step)
+            with Together(contexts, partial(self.annotate, f"`{step}`" if step else "a hook")):
                 yield
-        except (RuntimeError, TypeError) as error:
-            self.explain(error)
-            raise
         finally:
             self.evaluating = before
 
-    @contextlib.contextmanager
-    def _around_evaluation(self, module: nn.Module, step: str | None) -> Generator[None, None, None]:
-        metrics = self._fp32_metrics
-        if module is not self._module:
-            metrics = self._shadows.get(module)
-            if metrics is None:
-                metrics = self._shadows[module] = Fp32Metrics(module, self.device_type)
-        elif step is not None and self._step != step:
-            self._begin(step, functools.partial(self.evaluation_step, module))
-        with metrics, _NOTHING if step is None else Fp32Outputs(module, step):
-            yield
-        if self._idle_rules is not None and step is not None:
-            self._idle_rules.after_evaluation_step()
+    def _around_evaluation(self, module: nn.Module, step: str | None) -> list[Context]:
+        contexts: list[Context] = []
+        is_own = module is self.module
+        if self.evaluation.mixed:
+            if is_own and step is not None:
+                self._begin(step, partial(self.evaluation_step, module))
+            contexts.append(self._metrics if is_own else metrics_in_fp32(module, self.device_type))
+        if self.evaluation.mixed and step is not None:
+            contexts.append(Overrides([Fp32Outputs(module, step)]))
+        if is_own and step is not None:  # users export models in hooks, and an export needs the module's own `forward`
+            contexts.append(self._reused_weights)
+        return [*contexts, self.autocast()]
 
-    # -- epochs --------------------------------------------------------------------------------------------------------
-
-    def _begin(self, step: str, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    def _begin(self, step: str, context: Callable[[], Context]) -> None:
         """Prepare for the first step of an epoch, or for the first one after steps of another kind."""
-        self._fp32_metrics.find(self._module)
+        if step == self._step:
+            return
         self._step = step
+        self._metrics = metrics_in_fp32(self.module, self.device_type)
+        self._training_step = None  # made anew, with these metrics
         name = _EPOCH_ENDS[step]
-        if is_overridden(name, self._module, LightningModule):
-            hook = self._epoch_ends.get(name)
-            if hook is None or not hook.installed:
-                hook = self._epoch_ends[name] = EpochEnd(self._module, name, lambda: self._epoch_end(context))
-                hook.install()
+        hook = self._epoch_ends.get(name)
+        if is_overridden(name, self.module, LightningModule) and (hook is None or not hook.installed):
+            hook = self._epoch_ends[name] = EpochEnd(self.module, name, partial(self._epoch_end, context))
+            hook.install()
 
     @contextlib.contextmanager
-    def _epoch_end(self, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Generator[None, None, None]:
+    def _epoch_end(self, context: Callable[[], Context]) -> Generator[None, None, None]:
         self._step = None  # the next step begins another epoch
-        with self._fp32_metrics, context():
+        with self._metrics, context():
             yield
-
-
-@final
-class _TrainingStep:
-    """`train_step_context`, made once and entered for each step.
-
-    For a tiny model, making a new context in each step, or a generator, would take a noticeable part of a step. The
-    `torch.autocast` inside is used again too, unless a subclass of the plugin has its own.
-    """
-
-    def __init__(self, contexts: ForwardContexts, fit: Any) -> None:
-        self._contexts, self._fit = contexts, fit
-        self._autocast: contextlib.AbstractContextManager[Any] | None = None
-        self._sharing = SharedCopies(contexts.reused_weights, "training_step")
-        self.active = False
-
-    def forget_autocast(self) -> None:
-        """Make a new one for the next step."""
-        self._autocast = None
-
-    def __enter__(self) -> None:
-        if self._fit is not None:
-            self._fit.begin_training_step()
-        self._around = self._contexts.around_training_step()
-        self._around.__enter__()
-        self._fp8 = self._contexts.fp8_layers
-        self._fp8.__enter__()
-        self._sharing.__enter__()
-        if self._autocast is None or not self._contexts.autocast_stays:
-            self._autocast = self._contexts.autocast()
-        self._inside = self._autocast  # kept here, because a change of precision resets the attribute
-        self._inside.__enter__()
-        self.active = True
-
-    def __exit__(self, *exc: Any) -> None:
-        self.active = False
-        try:
-            self._inside.__exit__(*exc)
-        finally:
-            self._sharing.__exit__(*exc)
-            self._fp8.__exit__(*exc)
-            self._around.__exit__(*exc)
-        if exc[0] is not None:
-            self._contexts.explain(exc[1])
-        elif self._fit is not None:
-            self._fit.end_training_step()
-
-
-def autocast_off(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context without autocast."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
-
-
-# -- float64 batches: NumPy's default, which autocast does not take ----------------------------------------------------
-
-
-def _has_no_float64(data: Any) -> bool:
-    """Return whether a batch is a tensor, or a plain list or tuple of tensors, without float64."""
-    if type(data) is Tensor:
-        return data.dtype != torch.float64
-    items = data if type(data) in (list, tuple) else (data,)
-    return all(isinstance(item, Tensor) and item.dtype != torch.float64 for item in items)
-
-
-def _downcast(data: Any, module: LightningModule) -> Any:
-    """Return the batch with float64 tensors as float32, with one warning; unchanged if the module is float64.
-
-    Autocast leaves float64 tensors alone, so a linear layer would get a float64 input and a half-precision weight.
-    """
-    converted = to_fp32(data, (torch.float64,))
-    if converted is data or any(p.dtype == torch.float64 for p in module.parameters()):
-        return data
-    _said.info(
-        "lightning_amp: batches hold float64 tensors, which autocast does not take; they are cast to float32. Make the"
-        " dataset return float32 (numpy's default is float64) to save the copy."
-    )
-    return converted

@@ -7,7 +7,6 @@ not cast. `docs/guide/fsdp.md` has the cost, and explains how to gather in half 
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +49,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
 
     Args:
         precision: See :class:`AmpPrecision`, also for the next four arguments.
-        scaler: A `ShardedGradScaler` too. Its process group is not used, since all ranks agree anyway.
+        scaler: A `ShardedGradScaler` too, whose settings are taken. All ranks agree on each skip anyway.
         fp32_modules: Their parameters are gathered in float32 anyway, like all others.
         eval_precision: Validate, test and predict in another precision.
         skip_nonfinite: Skip a step with non-finite gradients in bf16 and fp32 too.
@@ -68,8 +67,6 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
     more. Parameters travel in float32.
 
     """
-
-    _offers_fallback = False
 
     def __init__(
         self,
@@ -115,19 +112,14 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
         theirs: FSDPMixedPrecision | None = self._run.module.trainer.strategy.mixed_precision  # pyright: ignore[reportAttributeAccessIssue]
         if theirs is None:
             return module
-        if theirs.param_dtype in HALF_DTYPES:
-            asks = {
-                "fp32_modules": bool(self.fp32_modules),
-                "precision": not self._settled().mixed,
-                "eval_precision": not self._run.forward.evaluation.mixed,
-            }
-            for argument, fp32 in asks.items():
-                if fp32:
-                    raise ValueError(
-                        f"`FSDPStrategy(mixed_precision=...)` gathers parameters in {theirs.param_dtype}, so nothing"
-                        f" can compute in fp32, which `{argument}` asks for. Leave out `param_dtype` there, or change"
-                        f" `{argument}` here."
-                    )
+        forward = self._run.forward
+        wants_fp32 = self.fp32_modules or not (forward.training.mixed and forward.evaluation.mixed)
+        if theirs.param_dtype in HALF_DTYPES and wants_fp32:
+            raise ValueError(
+                f"`FSDPStrategy(mixed_precision=...)` gathers parameters in {theirs.param_dtype}, so that nothing can"
+                " compute in fp32, which `fp32_modules`, `precision` or `eval_precision` asks for. Leave `param_dtype`"
+                " out."
+            )
         _messages.info(
             f"lightning_amp: `FSDPStrategy(mixed_precision=...)` decides how parameters, gradients (in"
             f" {theirs.reduce_dtype or theirs.param_dtype or torch.float32}) and buffers are cast;"
@@ -138,6 +130,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
     # The methods of `FSDPPrecision` would make parameters, inputs and outputs half precision.
     tensor_init_context = Precision.tensor_init_context
     module_init_context = Precision.module_init_context
+    convert_input = Precision.convert_input
     convert_output = Precision.convert_output
 
     @override
@@ -164,18 +157,13 @@ def clip_grad_norm_(model: nn.Module, params: Sequence[nn.Parameter], max_norm: 
     `FullyShardedDataParallel.clip_grad_norm_` would clip the gradients of other optimizers too. `model` is the root of
     all sharded modules, or holds several such roots if the user wrapped submodules in `configure_model`.
     """
-    whole = isinstance(model, FullyShardedDataParallel)
-    roots = [model] if whole else FullyShardedDataParallel.fsdp_modules(model, root_only=True)
+    roots = FullyShardedDataParallel.fsdp_modules(model, root_only=True)
     mine = {id(p) for p in params}
     others = [(p, p.grad) for p in model.parameters() if p.grad is not None and id(p) not in mine]
     for param, _ in others:
         param.grad = None
     try:
-        if whole:
-            _clip_root(model, max_norm)
-            return
-        # this call measures the gradients and leaves them unchanged
-        norms = [_clip_root(root, math.inf) for root in roots]
+        norms = [_norm(root) for root in roots]
     finally:
         for param, grad in others:
             param.grad = grad
@@ -183,16 +171,15 @@ def clip_grad_norm_(model: nn.Module, params: Sequence[nn.Parameter], max_norm: 
     plain = [p.grad for p in params if p.grad is not None and id(p) not in sharded]
     if plain:
         norms.append(nn.utils.get_total_norm(plain))
-    grads = [p.grad for p in params if p.grad is not None]
-    if grads:
-        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-        nn.utils.clip_grads_with_norm_(params, max_norm, total)
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    nn.utils.clip_grads_with_norm_(params, max_norm, torch.linalg.vector_norm(stacked) if len(norms) > 1 else norms[0])
 
 
-def _clip_root(root: nn.Module, max_norm: float) -> Tensor:
-    assert isinstance(root, FullyShardedDataParallel)
+def _norm(root: FullyShardedDataParallel) -> Tensor:
+    """Return the norm over all ranks. It is below this limit, so that the gradients stay."""
+    limit = torch.finfo(torch.float32).max
     if any(p.grad is not None for p in root.parameters()):
-        return root.clip_grad_norm_(max_norm)
+        return root.clip_grad_norm_(limit)
     with warnings.catch_warnings():  # a rank may hold no shard that this optimizer trains
         warnings.filterwarnings("ignore", message="Called FSDP.clip_grad_norm_")
-        return root.clip_grad_norm_(max_norm)
+        return root.clip_grad_norm_(limit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,60 +22,49 @@ from lightning_amp.precision import _upcast_parameters
 
 
 def check(module: LightningModule, choice: Choice, device: torch.device, in_fp32: Collection[nn.Module] = ()) -> None:
-    """Raise one `ValueError` if this module cannot be trained in this precision.
+    """Refuse a module that cannot be trained in this precision, and warn once of all that may be wrong with it.
 
-    Warn once of everything else that may be wrong. The submodules `in_fp32` compute in fp32 in any precision.
+    The submodules `in_fp32` compute in fp32 in any precision.
     """
     if not choice.mixed:
         return
-    half = _upcast_parameters.trained_in_half(module)
-    if half:
-        finding = (
-            f"trainable parameters are {' and '.join(sorted(set(half.values())))}: {_names([*half])}. Mixed precision"
-            " keeps float32 parameters and casts them for each forward; in half precision most small updates are"
-            f" rounded away. {_upcast_parameters.advice(module, [*half])}"
+    refuse_half_parameters(module, choice, lambda names: _upcast_parameters.advice(module, names))
+    findings = [*_own_scaling(module), *_unsafe_losses(module, in_fp32)]
+    if choice.name == "bf16" and device.type == "cuda" and not has_bf16_units(device):
+        findings.append("this GPU emulates bfloat16: `doctor` measures what that costs, 'auto' picks another precision")
+    if findings:
+        title = f"lightning_amp: possible problems with precision {choice.name!r}:"
+        _messages.warn("\n  - ".join([title, *findings]))
+
+
+def refuse_half_parameters(module: nn.Module, choice: Choice, advice: Callable[[list[str]], str]) -> None:
+    """Raise a `ValueError` if trainable parameters are in half precision; `advice(names)` is the fix."""
+    if half := _upcast_parameters.trained_in_half(module):
+        raise ValueError(
+            f"lightning_amp: precision {choice.name!r} cannot train this module: trainable parameters are"
+            f" {_upcast_parameters.dtypes(half)}: {_names([*half])}. Mixed precision keeps float32 parameters,"
+            f" because in half precision most small updates are rounded away. {advice([*half])}."
         )
-        raise ValueError(_report(f"precision {choice.name!r} cannot train this module", [finding]))
-    warnings = [
-        *_own_scaling(module),
-        *_unsafe_losses(module, device, in_fp32),
-        *_slow(choice, device),
-        *_compiled_backward(module),
-    ]
-    if warnings:
-        _messages.warn(_report(f"possible problems with precision {choice.name!r}", warnings))
-
-
-def _report(title: str, findings: list[str]) -> str:
-    return "\n".join([f"lightning_amp: {title}:", *(f"  - {finding}" for finding in findings)])
 
 
 def _names(names: Sequence[str]) -> str:
     return named([_modules.plain_name(name) for name in names])
 
 
-def _own_scaling(module: LightningModule) -> list[str]:
-    findings: list[str] = []
+def _own_scaling(module: LightningModule) -> Iterator[str]:
     for name, submodule in module.named_modules():
         for attribute, value in vars(submodule).items():
-            where = f"`{name}.{attribute}`" if name else f"`self.{attribute}`"
             if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
-                findings.append(
-                    f"the module has its own `GradScaler` ({where}): this plugin scales, unscales and skips already,"
-                    " and twice is wrong. Remove it, and call `self.manual_backward(loss)` and `optimizer.step()`"
+                yield (
+                    f"the module has its own `GradScaler` (`{name or 'self'}.{attribute}`): the plugin scales, unscales"
+                    " and skips already. Remove it, and call `self.manual_backward(loss)` and `optimizer.step()`"
                 )
-            elif isinstance(value, torch.autocast):
-                findings.append(
-                    f"the module has its own `torch.autocast` ({where}), which overrides the plugin's inside it. Remove"
-                    " it, or use precision 'fp32'"
-                )
-    steps = [n for n in ("training_step", "forward") if "autocast(" in _source(getattr(module, n))]
-    if steps:
-        findings.append(
-            f"{_names(steps)} uses `torch.autocast` itself, which overrides the plugin's inside it. If that is meant to"
-            " choose the precision, remove it; to keep a region in fp32 it is fine"
-        )
-    return findings
+    for step in ("training_step", "forward"):
+        if "autocast(" in _source(getattr(module, step)):
+            yield (
+                f"`{step}` uses `torch.autocast` itself, which overrides the plugin's inside it. If that is meant to"
+                " choose the precision, remove it; to keep a region in fp32 it is fine"
+            )
 
 
 def _source(function: Any) -> str:
@@ -85,46 +74,23 @@ def _source(function: Any) -> str:
         return ""
 
 
-def _unsafe_losses(module: LightningModule, device: torch.device, in_fp32: Collection[nn.Module]) -> list[str]:
-    names = [n for n, m in module.named_modules() if isinstance(m, nn.BCELoss) and m not in in_fp32]
-    if not names:
-        return []
-    raises = "raises under autocast on this device" if device.type == "cuda" else "raises under autocast on CUDA"
-    return [
-        f"`nn.BCELoss` ({_names(names)}) {raises}, since sigmoid outputs cannot be told apart in half precision. Use"
-        " `nn.BCEWithLogitsLoss` on the logits"
-    ]
-
-
-def _slow(choice: Choice, device: torch.device) -> list[str]:
-    """Describe a GPU without bfloat16 units. A CPU without them is found by the doctor, because it measures."""
-    if choice.name != "bf16" or device.type != "cuda" or has_bf16_units(device):
-        return []
-    return ["this GPU emulates bfloat16: `doctor` measures what that costs, and precision 'auto' picks another format"]
-
-
-def _compiled_backward(module: nn.Module) -> list[str]:
-    compiled = (m for m in module.modules() if _modules.is_compiled(m) and not isinstance(m, torch.jit.ScriptModule))
-    if _modules.CompiledBackwardWithoutAutocast.is_possible() or not any(compiled):
-        return []
-    return [
-        f"the module is compiled, and torch {torch.__version__} runs a compiled backward under autocast. It rounds"
-        " gradients of float32 regions (`fp32_modules`, losses) to half precision. Install torch 2.9 or later, which"
-        " does not, or train without `torch.compile`"
-    ]
+def _unsafe_losses(module: LightningModule, in_fp32: Collection[nn.Module]) -> Iterator[str]:
+    names = [name for name, loss in module.named_modules() if isinstance(loss, nn.BCELoss) and loss not in in_fp32]
+    if names:
+        yield (
+            f"`nn.BCELoss` ({_names(names)}) raises under autocast on CUDA, since sigmoid outputs cannot be told apart"
+            " in half precision. Use `nn.BCEWithLogitsLoss` on the logits"
+        )
 
 
 def half_in_a_step(module: nn.Module) -> str:
     """Describe trainable parameters that a step has made half precision; empty if there are none."""
-    names = [*_upcast_parameters.trained_in_half(module)]
-    if not names:
+    if not (names := [*_upcast_parameters.trained_in_half(module)]):
         return ""
-    owner = names[0].rpartition(".")[0] or "..."
+    owner = _modules.plain_name(names[0]).rpartition(".")[0]
     return (
-        f"trainable parameters became half precision during the step: {_names(names)}. The code that uses them casts"
-        " them to the dtype of its input (`weight.data = weight.data.to(x.dtype)`), and in half precision most small"
-        f" updates are rounded away. Keep that module in float32, `fp32_modules=[{_modules.plain_name(owner)!r}]`, or"
-        " cast its input: `x.float()`"
+        f"trainable parameters became half precision during the step: {_names(names)}. In half precision most small"
+        f" updates are rounded away. Keep their module in float32: `fp32_modules=[{owner!r}]`"
     )
 
 
@@ -138,10 +104,7 @@ def as_text(representation: str) -> str:
     """Return a plugin as text, with a hint for `pytorch_lightning`, whose Trainer says it has an invalid type."""
     if "pytorch_lightning" not in sys.modules:
         return representation
-    return (
-        f"{representation} (a plugin for `lightning.pytorch`: use `import lightning as L; L.Trainer(...)`, not"
-        " `pytorch_lightning.Trainer`, and derive the module from `L.LightningModule`)"
-    )
+    return f"{representation} (for `lightning.pytorch`: `import lightning as L; L.Trainer(...)`)"
 
 
 # -- strategies --------------------------------------------------------------------------------------------------------
@@ -152,33 +115,28 @@ FP8_SHARDED = (
 )
 """Advice for FSDP1, which cannot run fp8."""
 
-_DEEPSPEED = (
-    "DeepSpeed scales, casts and steps itself: leave the plugin out and write `Trainer(strategy=..., precision="
-    "'bf16-mixed')` (or '16-mixed'), for which Lightning takes its own `DeepSpeedPrecision`"
-)
-_XLA = (
-    "XLA casts the whole program itself: leave the plugin out and write `Trainer(precision='bf16-true')` (or"
-    " '32-true'), for which Lightning takes its own `XLAPrecision`"
-)
-
 
 def require_strategy(plugin: Any, strategy: Any) -> None:
     """Raise a `TypeError` that names the right plugin, if the strategy takes another one."""
     sharded = isinstance(plugin, FSDPPrecision)
     if isinstance(strategy, DeepSpeedStrategy):
-        fix = _DEEPSPEED
+        fix = _own_plugin("DeepSpeed", "strategy=..., precision='bf16-mixed'")
     elif isinstance(strategy, (XLAStrategy, SingleDeviceXLAStrategy)):
-        fix = _XLA
+        fix = _own_plugin("XLA", "precision='bf16-true'")
     elif isinstance(strategy, FSDPStrategy) and not sharded:
         fix = FP8_SHARDED if plugin.fp8_recipe else f"use `lightning_amp.{as_written('FSDPAmpPrecision', plugin)}`"
     elif sharded and not isinstance(strategy, FSDPStrategy):
-        fix = (
-            f"use `lightning_amp.{as_written('AmpPrecision', plugin)}`, which takes the same arguments except"
-            " `reduce_dtype` (it is for FSDP2, `ModelParallelStrategy`, too), or the strategy 'fsdp'"
-        )
+        fix = f"use `lightning_amp.{as_written('AmpPrecision', plugin)}`, also for FSDP2 (`ModelParallelStrategy`)"
     else:
         return
     raise TypeError(f"`{plugin!r}` cannot be used with `{type(strategy).__name__}`: {fix}.")
+
+
+def _own_plugin(name: str, arguments: str) -> str:
+    return (
+        f"{name} casts and steps itself: leave the plugin out and write `Trainer({arguments})`, for which Lightning"
+        f" takes its own `{name}Precision`"
+    )
 
 
 def require_trainer(plugin: Any, module: Any) -> None:

@@ -14,8 +14,8 @@ from lightning_amp.reports._gradient_plot import Quantity
 from lightning_amp.reports._gradient_table import GradientTable
 from lightning_amp.reports._gradient_words import describe_derivative, describe_fault, describe_healthy
 from lightning_amp.reports._overflow_report import OverflowReport, ScaleIs, cause_of
-from lightning_amp.reports._scale_drawing import plot_histories, scale_chart
-from lightning_amp.reports._scale_history import SCALE_HISTORY_FILE, PolicyReplay, ScaleHistory
+from lightning_amp.reports._scale_drawing import plot_histories
+from lightning_amp.reports._scale_history import SCALE_HISTORY_FILE, ScaleHistory
 from lightning_amp.reports._table import MAX_ROWS
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "ModuleRow",
     "ModuleTable",
     "OverflowReport",
-    "PolicyReplay",
     "Quantity",
     "Remedy",
     "ScaleHistory",
@@ -41,5 +40,4 @@ __all__ = [
     "describe_fault",
     "describe_healthy",
     "plot_histories",
-    "scale_chart",
 ]

@@ -6,8 +6,7 @@ import os
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_amp._files import write_atomically
-from lightning_amp._urls import is_url
+from lightning_amp._files import is_url, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

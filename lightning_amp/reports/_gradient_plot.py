@@ -16,9 +16,7 @@ from lightning_amp.reports._figures import new_figure, saved, say_empty
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Quantity = Literal[
-    "headroom_bits", "underflow_fraction", "subnormal_fraction", "sqnr_db", "cosine", "fp8_underflow_fraction"
-]
+Quantity = Literal["headroom_bits", "underflow_fraction", "subnormal_fraction", "sqnr_db", "cosine"]
 
 
 Stops = tuple[tuple[float, str], ...]
@@ -63,9 +61,6 @@ _STYLES: dict[Quantity, _Style] = {
         ((0.0, _DARK_RED), (0.95, "#de2d26"), (0.984, "#fdae6b"), (0.995, _PALE), (0.9995, _SAFE)),
         True,
     ),
-    "fp8_underflow_fraction": _Style(
-        "Gradients reaching a layer that its cast to fp8 makes zero", "share of the non-zero ones", _SHARES, False
-    ),
 }
 QUANTITIES: tuple[Quantity, ...] = tuple(_STYLES)
 
@@ -78,7 +73,6 @@ class _Mark(IntEnum):
     ZERO = 1
     NOT_FINITE = 2
     EQUAL = 3
-    NOT_IN_FP8 = 4
 
 
 _Cell = float | _Mark
@@ -88,7 +82,6 @@ _MARKS: dict[_Mark, tuple[str, dict[str, Any]]] = {
     _Mark.ZERO: ("all gradients are zero", {"facecolor": "0.8"}),
     _Mark.NOT_FINITE: ("not finite", {"facecolor": "black"}),
     _Mark.EQUAL: ("equal to fp32", {"facecolor": "#e5f5e0"}),
-    _Mark.NOT_IN_FP8: ("not in fp8", {"facecolor": "0.93"}),
 }
 
 
@@ -130,13 +123,11 @@ def _grid(samples: Sequence[Sequence[GradientRow]], quantity: Quantity) -> dict[
 
 
 def _cell(row: GradientRow, quantity: Quantity) -> _Cell:
-    value: float | None = getattr(row, quantity)
+    value: float = getattr(row, quantity)
     if row.largest == 0:
         return _Mark.ZERO
     if quantity == "sqnr_db" and value == math.inf:
         return _Mark.EQUAL
-    if value is None:
-        return _Mark.NOT_IN_FP8
     return float(value) if math.isfinite(value) else _Mark.NOT_FINITE
 
 

@@ -61,14 +61,11 @@ class GradientTable(SampledTable[GradientRow]):
             return "no sample yet"
         rows = [row for row in self.last if row.name != TOTAL]
         total = [row for row in self.last if row.name == TOTAL]
-        fp8 = any(row.fp8_underflow_fraction is not None for row in total)
-        fp16 = any(row.precision in ("fp16", "") for row in self.last) and not fp8 if fp16 is None else fp16
+        fp16 = any(row.precision in ("fp16", "") for row in self.last) if fp16 is None else fp16
         shown = _worst(rows, max_rows, fp16)
         ordered = (*sorted(shown, key=_room if fp16 else _fidelity), *total)
         if fp16:
             header, cells = ("name", "to zero", "subnormal", "headroom", "SQNR", "cosine"), _fp16_cells
-        elif fp8:
-            header, cells = ("name", "to zero in fp8", "saturated", "SQNR", "cosine"), _fp8_cells
         else:
             header, cells = ("name", "SQNR", "cosine"), _cells
         lines = [header, *map(cells, ordered)]
@@ -114,13 +111,6 @@ def _fp16_cells(row: GradientRow) -> tuple[str, ...]:
         f"{row.headroom_bits:.1f} bits" if math.isfinite(row.headroom_bits) else room,
         *_distance(row),
     )
-
-
-def _fp8_cells(row: GradientRow) -> tuple[str, ...]:
-    if row.largest == 0:
-        return (row.name, "all zero", "", "", "")
-    shares = (row.fp8_underflow_fraction, row.fp8_saturated_fraction)
-    return (row.name, *("" if share is None else f"{share:.1%}" for share in shares), *_distance(row))
 
 
 def _cells(row: GradientRow) -> tuple[str, ...]:

@@ -93,8 +93,6 @@ def describe_healthy(rows: Sequence[GradientRow], largest: float, scale: float |
     *parts, last = rows
     if last.largest == 0:
         return "All gradients of the last sample are zero."
-    if last.precision == "fp8":
-        return _fp8(parts, last)
     least = min((row for row in parts if row.largest > 0), key=lambda row: row.sqnr_db, default=last)
     if last.precision not in ("fp16", ""):
         if math.isinf(last.sqnr_db):
@@ -121,16 +119,3 @@ def describe_healthy(rows: Sequence[GradientRow], largest: float, scale: float |
         return f"{fits}, and the largest one has at least 2 bits of room."
     start = f"`DynamicLossScaler(init_scale=2.0**{int(math.log2(scale))})`"
     return f"{fits}. {start} leaves the largest one at least 2 bits of room."
-
-
-def _fp8(parts: Sequence[GradientRow], last: GradientRow) -> str:
-    noise = percent(10 ** (-last.sqnr_db / 20))
-    text = f"The noise of fp8 (and bf16) is {noise} of the gradient"
-    lost = {row.name: row.fp8_underflow_fraction or 0.0 for row in parts}
-    worst = max(lost, key=lambda name: lost[name])
-    if lost[worst] < 0.01:
-        return f"{text}; casts to 8 bits make less than 1 % of what reaches any layer zero."
-    return (
-        f"{text}; casts to 8 bits make {percent(lost[worst])} of what reaches `{worst}` zero."
-        " `compare_precisions` tells whether that costs quality."
-    )

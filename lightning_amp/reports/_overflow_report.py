@@ -31,7 +31,7 @@ _GROWN = 1e2
 _IN_ANY_PRECISION = {"logsigmoid", "epsilon", "finite mask", "clamp", "zero_infinity"}
 
 ScaleIs = Literal["", "dynamic", "static", "lowest"]
-Cause = Literal["batch", "weights", "forward", "loss", "backward", "not reproduced"]
+Cause = Literal["batch", "weights", "learning rate", "forward", "loss", "backward", "not reproduced"]
 
 
 def cause_of(found: Diagnosis) -> Cause:
@@ -61,7 +61,8 @@ class OverflowReport:
         batch_idx: The batch whose replay failed; the last batch of the window if no replay failed.
         window: First and last batch since the last attempted step; they differ only with accumulation.
         num_replayed: How many batches of the window were run again, from its end.
-        cause: As in :class:`~lightning_amp.tracing.Diagnosis`; `"not reproduced"` if every replay was finite.
+        cause: As in :class:`~lightning_amp.tracing.Diagnosis`; `"not reproduced"` if every replay was finite;
+            `"learning rate"` if a parameter is not finite since a step whose learning rate was not.
         diagnosis: Module, tensor and magnitudes.
         parameters: Names of all parameters whose gradients were not finite.
         largest_gradient: The largest true gradient of the batch, computed in fp32. Only with cause `"backward"`.
@@ -73,6 +74,7 @@ class OverflowReport:
         scale_is: `"dynamic"`, `"static"`, or `"lowest"` if the loss scale cannot fall further; empty without a scale.
         shard: The part of a sharded module that has the fault, with its mesh dimension; empty if it is in no single
             part.
+        bad_rate: With cause `"learning rate"`: the index of the step that used it, and the learning rate.
     """
 
     record: StepRecord
@@ -93,6 +95,7 @@ class OverflowReport:
     largest_weights: tuple[float, float] | None = None
     scale_is: ScaleIs = ""
     shard: str = ""
+    bad_rate: tuple[int, float] | None = None
 
     @property
     def working_scale(self) -> float | None:
@@ -129,6 +132,7 @@ class OverflowReport:
         remedies, weights = values["remedies"], values["largest_weights"]
         own["remedies"] = tuple(Remedy(kind, tuple(inside), worked) for kind, inside, worked in remedies)
         own["largest_weights"] = None if weights is None else tuple(weights)
+        own["bad_rate"] = None if values["bad_rate"] is None else tuple(values["bad_rate"])
         own["record"] = StepRecord(**values["record"])
         own["window"], own["parameters"] = tuple(values["window"]), tuple(values["parameters"])
         own["diagnosis"] = Diagnosis(**found)
@@ -173,6 +177,10 @@ def _was_replayed(report: OverflowReport) -> bool:
 
 
 def _cause(report: OverflowReport) -> str:
+    if report.bad_rate is not None:
+        step, rate = report.bad_rate
+        is_what = "NaN" if math.isnan(rate) else "infinite"
+        return f"`{report.diagnosis.parameter}` is not finite since step {step:,}, whose learning rate was {is_what}"
     if report.cause != "not reproduced":
         return cause_words(report.diagnosis, is_scaled=report.record.scale != 1)
     if not _was_replayed(report):
@@ -201,6 +209,11 @@ def _cure(report: OverflowReport) -> str:
     found, operation, remedies = report.diagnosis, report.diagnosis.operation, report.remedies
     if report.cause == "batch":
         return "clean the data, or leave this batch out; no precision can help"
+    if report.bad_rate is not None:
+        return (
+            "correct the schedule, or the code that sets the learning rate, and go back to a checkpoint from before"
+            f" step {report.bad_rate[0]:,}; no precision can help"
+        )
     if report.cause == "weights":
         return "go back to a checkpoint in which it is finite; no step can be taken with such a value, in any precision"
     if report.cause == "not reproduced" and not report.record.skipped:

@@ -1,4 +1,4 @@
-"""Keep the history of a loss scale, compactly, and replay it under another scale policy."""
+"""Keep the history of a loss scale, compactly."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import math
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from typing_extensions import final, override
 
-from lightning_amp._text import alike, counted, percent, span
-from lightning_amp._urls import open_to_read
-from lightning_amp.findings import StepPrecision, StepReason, StepRecord, before_fallback, describe_fallbacks, fallbacks
-from lightning_amp.reports._scale_drawing import plot_history
+from lightning_amp._files import open_text
+from lightning_amp._text import alike, counted
+from lightning_amp.findings import StepPrecision, StepReason, StepRecord
+from lightning_amp.reports._scale_drawing import plot_histories
 from lightning_amp.reports._table import Table
-from lightning_amp.scaling import POLICY_SETTINGS, RecordLog, Saved, replay_policy, scaler_of_policy
+from lightning_amp.scaling import RecordLog, Saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -114,10 +114,7 @@ class ScaleHistory(Table[StepRecord]):
         return self.num_attempted - self.num_skipped
 
     def summary(self) -> str:
-        """Write one line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 2**10`.
-
-        If the run fell back to another precision, the line has the scales before it, and adds `, bf16 from step 64 on`.
-        """
+        """Write one line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 2**10`."""
         if self._last is None:
             return "no optimizer step was recorded"
         first = self.first
@@ -129,18 +126,8 @@ class ScaleHistory(Table[StepRecord]):
         losses = sum(r.reason == "loss" for r in self)
         if losses:
             text += f", {losses:,} of them with a non-finite loss"
-        end = before_fallback(list(self))[-1]
         write = alike(scale for record in self for scale in (record.scale, record.next_scale))
-        return f"{text}; scale {write(first.scale)} -> {write(end.next_scale)}{describe_fallbacks(self)}"
-
-    @property
-    def fallbacks(self) -> list[StepRecord]:
-        """Return the first step of each later precision, in which a stuck run went on."""
-        return fallbacks(self)
-
-    def before_fallback(self) -> ScaleHistory:
-        """Return the part in the first precision. Only this part has a loss scale."""
-        return _history_of(before_fallback(list(self))) if self.fallbacks else self
+        return f"{text}; scale {write(first.scale)} -> {write(self._last.next_scale)}"
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -195,7 +182,7 @@ class ScaleHistory(Table[StepRecord]):
             ValueError: If it is not such a file. The message names file and line.
         """
         history = cls()
-        with open_to_read(path, "text") as file:
+        with open_text(path) as file:
             reader = csv.reader(file)
             try:
                 header, *rows = [(row, reader.line_num) for row in reader] or [([], 0)]
@@ -259,69 +246,8 @@ class ScaleHistory(Table[StepRecord]):
         last = saved.record("last")
         self._columns, self._last = columns, last
 
-    # -- another policy, and pictures ----------------------------------------------------------------------------------
-
-    def replay(self, **policy: float) -> PolicyReplay:
-        """Run another scale policy over the recorded overflows, and return what it would have skipped.
-
-        .. code-block:: python
-
-            from lightning_amp.reports import ScaleHistory
-
-            monitor = ScaleMonitor(dirpath="logs")
-            L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[monitor], max_epochs=1).fit(model, data)
-            replay = ScaleHistory.from_csv("logs/scale_history.csv").replay(growth_interval=4)
-            print(replay.num_skipped, replay.decided_fraction)
-
-        Each step of the replay uses the rule of :class:`~lightning_amp.DynamicLossScaler` itself. A replay of the
-        recorded policy itself gives the recorded scales, unless the scale was also changed in another way. A resumed
-        run with other settings changes it; a float16 loss also does, because it lowers `max_scale` (pass
-        `max_scale=2**15`).
-
-        If the run fell back to another precision (`AmpPrecision(fallback=...)`), only the part before it is replayed.
-
-        Args:
-            policy: Arguments of :class:`~lightning_amp.DynamicLossScaler`, such as `growth_interval=500`. Other
-                arguments have the defaults of that class, except `init_scale`, which is the first recorded scale.
-
-        Raises:
-            ValueError: If an argument is no part of a policy or out of its range. If no step, or none with a loss
-                scale, was recorded. If several optimizers did not step once each in every batch. The replay needs this
-                because the scale moves once per batch. A single optimizer that steps several times in a batch is not
-                noticed: each of its steps counts as a batch.
-
-        Cost: some 50 microseconds for each step that overflows or after which the scale grows.
-        """
-        recorded = self.before_fallback()
-        records, first = list(recorded), recorded.first
-        if first is None:
-            raise ValueError("There is nothing to replay: no optimizer step was recorded.")
-        if all(record.scale == record.next_scale == 1 for record in records):
-            raise ValueError(
-                "There is nothing to replay: every step was taken at scale 1, as in bf16 and fp32, which need no loss"
-                " scaling. Replay the record of a run in fp16."
-            )
-        best, worst = (
-            replay_policy(records, scaler_of_policy(policy, first.scale), assume_overflow=assumed)
-            for assumed in (False, True)
-        )
-        settings = scaler_of_policy(policy, first.scale).state_dict()
-        optimistic, pessimistic = _history_of(best.records), _history_of(worst.records)
-        return PolicyReplay(
-            recorded=recorded,
-            policy={name: settings["scale" if name == "init_scale" else name] for name in POLICY_SETTINGS},
-            optimistic=optimistic,
-            pessimistic=pessimistic,
-            decided_fraction=(
-                best.num_decided / optimistic.num_attempted, worst.num_decided / pessimistic.num_attempted,
-            ),
-            stopped_at=(best.stopped_at, worst.stopped_at),
-        )  # fmt: skip
-
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw log2 of the scale over the steps. Marks show skips, and growth if the scale grew at most 100 times.
-
-        A vertical line marks where a stuck run went on in another precision.
+        """Draw the scale over the steps, with a mark for each skip.
 
         Args:
             path: Path or URL to also save the picture to.
@@ -329,13 +255,7 @@ class ScaleHistory(Table[StepRecord]):
         Raises:
             ModuleNotFoundError: If matplotlib is not installed (`pip install matplotlib`).
         """
-        return plot_history(list(self), self.summary(), path)
-
-
-def _history_of(records: Iterable[StepRecord]) -> ScaleHistory:
-    history = ScaleHistory()
-    history.extend(records)
-    return history
+        return plot_histories({"loss scale": list(self)}, path, title=f"Loss scale: {self.summary()}")
 
 
 def _record(
@@ -347,77 +267,3 @@ def _record(
 
 def _dtype(column: str) -> torch.dtype:
     return {"q": torch.int64, "d": torch.float64, "b": torch.int8}[_COLUMNS[column]]
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class PolicyReplay:
-    """The result of :meth:`ScaleHistory.replay`: an optimistic and a pessimistic run. The truth may lie between them.
-
-    .. code-block:: python
-
-        monitor = ScaleMonitor()
-        L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[monitor], max_epochs=1).fit(model, data)
-        replay = monitor.history.replay(init_scale=2.0**10, growth_interval=500)
-        print(replay.summary())  # 0 to 3 of 8 steps skipped, 5 in the record, which decides 38 % to 75 % of the steps
-        replay.pessimistic.to_csv("replayed.csv")
-
-    Where the policy and the record are at different scales, the record may not decide whether a step overflows. In the
-    run :attr:`optimistic` no undecided step overflows, in :attr:`pessimistic` every one does. If the record decides
-    all steps, the two runs are equal.
-
-    Attributes:
-        recorded: The replayed history. If the run fell back to another precision, only the part before the fallback is
-            replayed.
-        policy: All settings of the policy, by name.
-        optimistic: The run in which no undecided step overflows.
-        pessimistic: The run in which every undecided step overflows.
-        decided_fraction: Share of the steps that the record decides, from 0 to 1, in the optimistic and in the
-            pessimistic run.
-        stopped_at: Indices of the steps at which `max_consecutive_skips` ends the optimistic and the pessimistic run;
-            `None` for a run that it does not end.
-
-    """
-
-    LIMITS: ClassVar[str] = (
-        "A step that overflowed would have overflowed at every larger scale too, and a step that did not overflow would"
-        " not have at any smaller scale. The record does not decide the scales between: the ends of a range assume that"
-        " no such step overflows, and that all of them do. A replay also cannot predict later steps: after a different"
-        " skip, the weights and all later gradients differ. The record has no information about scales above its own."
-    )
-    """The limitations of a replay, as the command prints them."""
-
-    recorded: ScaleHistory
-    policy: Mapping[str, float]
-    optimistic: ScaleHistory
-    pessimistic: ScaleHistory
-    decided_fraction: tuple[float, float]
-    stopped_at: tuple[int | None, int | None]
-
-    @property
-    def num_skipped(self) -> tuple[int, int]:
-        """Return the numbers of steps that the optimistic and the pessimistic run skip.
-
-        The pessimistic run skips at least as many steps as the optimistic one, unless it ends earlier.
-        """
-        return self.optimistic.num_skipped, self.pessimistic.num_skipped
-
-    @property
-    def equals_record(self) -> bool:
-        """Return whether the policy gives the recorded run, step by step, as the recording policy does."""
-        return list(self.optimistic) == list(self.recorded)  # the record then decides each step, so both runs are equal
-
-    def summary(self) -> str:
-        """Write one line: `12 to 40 of 4,000 steps skipped, 15 in the record, which decides 96 % of the steps`."""
-        skipped = span([f"{number:,}" for number in sorted(self.num_skipped)])
-        decided = span([percent(fraction) for fraction in sorted(self.decided_fraction)])
-        text = (
-            f"{skipped} of {self.recorded.num_attempted:,} steps skipped, {self.recorded.num_skipped:,} in the record,"
-            f" which decides {decided} of the steps"
-        )
-        stops = [step for step in self.stopped_at if step is not None]
-        if stops:
-            would, where = "would" if len(stops) == 2 else "might", span([f"{step:,}" for step in sorted(stops)])
-            most = self.policy["max_consecutive_skips"]
-            text += f"; the run {would} stop at step {where}, after {most:,} skips in a row"
-        return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from typing_extensions import final
 
 from lightning_amp._compat import _torch
 from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite
-from lightning_amp.scaling._saved import Saved
+from lightning_amp.scaling._checkpoint import Saved
 from lightning_amp.scaling._scalars import constant
 from lightning_amp.scaling._scaler import HALF_LOSS_CEILING
 
@@ -35,11 +36,16 @@ class DerivativeScale:
 
     The backward of the loss still carries the loss scale. Where that backward enters the derivative, autograd divides
     by this scale. In the derivative's own backward it multiplies by this scale again.
+
+    A derivative of a derivative (a PINN's Laplacian) would multiply by it once per order, and overflow where no call
+    sees it. So from the first of these on, the scale stays 1, and this is `torch.autograd.grad`.
     """
 
     def __init__(self) -> None:
         self._current: Tensor | None = None  # scale and patience, of shape [], never changed in place
-        self._patience: Tensor | None = None  # calls until it may grow again
+        self._patience: Tensor | None = None  # calls until it may grow again; infinite after a second derivative
+        self._differentiating = False
+        self._seen_again = False  # whether this call differentiates the result of another one
 
     def grad(
         self, scaler: torch.amp.GradScaler | None, outputs: Any, inputs: Any, *, learn: bool = True, **kwargs: Any
@@ -55,10 +61,23 @@ class DerivativeScale:
         device = outputs[0].device
         scale = constant(FIRST_SCALE, device) if self._current is None else self._current.to(device)
         scaled = [_in_float32(output) * scale.to(output.device) for output in outputs]
-        grads = torch.autograd.grad(scaled, inputs, **kwargs)
-        if learn:
+        self._differentiating, self._seen_again = True, False
+        try:
+            grads = torch.autograd.grad(scaled, inputs, **kwargs)
+        finally:
+            self._differentiating = False
+        if self._seen_again:
+            self._current, self._patience = constant(1.0, device), constant(math.inf, device)
+        elif learn:
             self._learn(scale, outputs, grads, _torch.scale_tensor(scaler, device).to(device))
-        return tuple(None if g is None else _in_float32(g) / scale.to(g.device) for g in grads)
+        results = tuple(None if g is None else _in_float32(g) / scale.to(g.device) for g in grads)
+        for result in results:
+            if result is not None and result.requires_grad:
+                result.register_hook(self._note)
+        return results
+
+    def _note(self, _: Tensor) -> None:
+        self._seen_again = self._differentiating
 
     @torch.no_grad()
     def _learn(
@@ -75,7 +94,7 @@ class DerivativeScale:
         grows = (largest < _TOO_SMALL) & (patience <= 0) & (scale < limit)
         smallest = torch.finfo(torch.float16).tiny
         self._current = torch.where(overflow, scale / 4, torch.where(grows, scale * 2, scale)).clamp(min=smallest)
-        self._patience = torch.where(overflow, _PATIENCE, (patience - 1).clamp(min=0))
+        self._patience = torch.where(overflow & (patience < math.inf), _PATIENCE, (patience - 1).clamp(min=0))
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -87,10 +106,13 @@ class DerivativeScale:
 
     def load(self, saved: Saved, key: str) -> None:
         """Continue from :meth:`state`. Raise `ValueError` if the entry is not such a state."""
-        values = saved.any(key)
-        two = isinstance(values, list) and len(values) == 2 and all(type(v) in (int, float) for v in values)
-        if not (two and 0 < values[0] <= HALF_LOSS_CEILING and 0 <= values[1] <= _PATIENCE):
-            raise saved.wrong(key, f"a scale above 0 and up to {HALF_LOSS_CEILING:.0f}, and a number of calls")
+
+        def fits(values: Any) -> bool:
+            two = isinstance(values, list) and len(values) == 2 and all(type(v) in (int, float) for v in values)
+            return two and 0 < values[0] <= HALF_LOSS_CEILING and values[1] >= 0
+
+        rule = f"a scale above 0 and up to {HALF_LOSS_CEILING:.0f}, and a number of calls"
+        values = saved.take(key, rule, fits)
         self._current, self._patience = (torch.tensor(float(v), dtype=torch.float32) for v in values)
 
 

@@ -13,7 +13,7 @@ from typing_extensions import final
 from lightning_amp._compat import _torch
 from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite_flag, widest_dtype
 from lightning_amp.scaling import _scalars
-from lightning_amp.scaling._scalars import constant
+from lightning_amp.scaling._scalars import constant, host_value
 
 _LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 
@@ -78,6 +78,10 @@ class Gradients:
 
     def __bool__(self) -> bool:
         return bool(self.groups)
+
+    def has_float64(self) -> bool:
+        """Return whether any gradient is float64, whose norm needs more digits than a fused optimizer takes."""
+        return any(dtype == torch.float64 for _, dtype in self.groups)
 
     def require_full_precision(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise `HalfGradientsError` for half-precision gradients, which dividing by the scale would round to zero."""
@@ -147,7 +151,7 @@ class Gradients:
         device, sample = next((device, grads[0]) for (device, _), grads in self.groups.items())
         if _scalars.in_host_memory(sample):
             norm = self._norm(None, scale)
-            return norm, nonfinite_flag(norm) if math.isfinite(_scalars.host_value(norm)) else None
+            return norm, nonfinite_flag(norm) if math.isfinite(host_value(norm)) else None
         wide = widest_dtype(device)
         norm = self._norm(wide, scale)
         if wide == torch.float32:  # a device without float64, such as MPS, reads the gradients once more

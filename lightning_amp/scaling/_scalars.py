@@ -1,13 +1,85 @@
-"""Read scalars from the device, and create scalars on the device."""
+"""Flags and scalars that only the device may know, and how to read many of them with one wait."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import final
+
+from lightning_amp.numerics import nonfinite
+
+
+@final
+class Skip:
+    """Whether an optimizer step was skipped: `Skip.NO`, `Skip.YES`, or a flag that the device still computes.
+
+    Only :meth:`wait` waits for the device. To avoid the wait, read :attr:`known`, or use :meth:`flag` on the
+    device.
+
+    """
+
+    __slots__ = ("known", "value")
+    NO: ClassVar[Skip]
+    YES: ClassVar[Skip]
+
+    def __init__(self, value: Tensor | bool) -> None:
+        self.value = value
+        self.known: bool | None = None if isinstance(value, Tensor) else value
+        """Whether it was skipped; `None` if only the device has the result."""
+
+    @classmethod
+    def on_device(cls, flag: Tensor) -> Skip:
+        """Return a skip if `flag` [] is above 0. The result is known at once if `flag` is in host memory."""
+        if not in_host_memory(flag):
+            return cls(flag)
+        return cls.YES if host_value(flag) else cls.NO
+
+    @classmethod
+    def if_nonfinite(cls, probe: Tensor | None) -> Skip:
+        """Return a skip if `probe` [] is inf or NaN; no skip if it is `None`."""
+        if probe is None:
+            return cls.NO
+        if not in_host_memory(probe):
+            return cls(nonfinite(probe))
+        return cls.NO if math.isfinite(host_value(probe)) else cls.YES
+
+    def wait(self) -> bool:
+        """Return whether it was skipped. This waits for the device if only the device has the result."""
+        return bool(self.value.item()) if isinstance(self.value, Tensor) else self.value
+
+    def flag(self, device: torch.device) -> Tensor:
+        """Return 1.0 if it was skipped, else 0.0: float32 [] on `device`. Do not write to this tensor. Never waits."""
+        if isinstance(self.value, Tensor):
+            return self.value.to(device, torch.float32)
+        return constant(float(self.value), device)
+
+    def __or__(self, other: Skip) -> Skip:
+        if isinstance(self.value, Tensor) and isinstance(other.value, Tensor):
+            return Skip(torch.maximum(self.value, other.value.to(self.value.device)))
+        if self.value is False or other.value is True:
+            return other
+        return self
+
+
+Skip.NO, Skip.YES = Skip(False), Skip(True)
+
+
+def merge_losses(probe: Tensor | None, loss: Tensor) -> Tensor:
+    """Return a probe [] that is finite exactly if `probe` [] and all of `loss` are.
+
+    The first scalar loss costs nothing.
+    """
+    loss = loss.detach()
+    if loss.dim() != 0:
+        loss = (loss.float() * 0).sum()
+    if probe is None:
+        return loss
+    return probe.float() * 0 + loss.to(probe.device).float() * 0
 
 
 def in_host_memory(scalar: Tensor) -> bool:
@@ -24,7 +96,8 @@ def host_value(scalar: Tensor) -> float:
 @functools.cache
 def constant(value: float, device: torch.device) -> Tensor:
     """Return a float32 scalar [] that all callers share. Do not write to it."""
-    return torch.full((), value, device=device, dtype=torch.float32)
+    with torch.inference_mode(False):
+        return torch.full((), value, device=device, dtype=torch.float32)
 
 
 def read_scalars(values: Sequence[Tensor | bool | None]) -> list[float]:

@@ -1,12 +1,13 @@
-"""The rule that changes the loss scale, and the time at which the optimizer steps of a batch apply it."""
+"""The policy: how the loss scale moves after a round of steps. :meth:`DynamicLossScaler.advance` applies it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,30 +17,44 @@ from lightning_amp._arguments import is_number, require, require_count
 from lightning_amp._compat import _torch
 from lightning_amp._terminal import own_lines
 from lightning_amp._text import exact, literal
-from lightning_amp.scaling._records import RecordLog, Skip, StepResult, is_from_loss, merge_losses
-from lightning_amp.scaling._saved import check_scaler_state
-from lightning_amp.scaling._scalars import constant
+from lightning_amp.numerics import nonfinite
+from lightning_amp.scaling._checkpoint import Saved, check_scaler_state
+from lightning_amp.scaling._log import RecordLog, StepResult
+from lightning_amp.scaling._scalars import Skip, merge_losses
 
 HALF_LOSS_CEILING = 2.0**15
 """Largest power of two in float16. The gradient that enters a float16 loss *is* the scale, so it must fit."""
 
-_POLICY = ("growth_factor", "backoff_factor", "growth_interval")
+_POLICY = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _LIMITS = ("hysteresis", "min_scale", "max_scale", "max_consecutive_skips")
-POLICY_SETTINGS = ("init_scale", *_POLICY, *_LIMITS)
-"""The arguments of :class:`DynamicLossScaler` that affect the scale: all except `device` and `enabled`."""
+
+
+class Owner(Protocol):
+    """The steps of a run, which keep the account of the gradients while the run lasts."""
+
+    step_call: str
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply losses whose backward the user runs."""
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Unscale the gradients of an optimizer."""
 
 
 def _remembers_its_arguments(init: Callable[..., None]) -> Callable[..., None]:
     """Record in `_explicit` which arguments the caller gave.
 
-    On a resume, they override the checkpoint; defaults do not.
+    On a resume, they override the checkpoint; defaults do not. A LightningCLI passes all arguments, defaults too.
     """
     signature = inspect.signature(init)
+    defaults = {name: p.default for name, p in signature.parameters.items() if name != "self"}
 
     @functools.wraps(init)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self._explicit = frozenset(signature.bind(self, *args, **kwargs).arguments) - {"self"}
+        given = {name: v for name, v in signature.bind(self, *args, **kwargs).arguments.items() if name != "self"}
+        by_cli = given.keys() == defaults.keys()
+        self._explicit = frozenset(n for n, v in given.items() if not by_cli or v != defaults[n])
 
     return wrapper
 
@@ -68,6 +83,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
     It works wherever a `GradScaler` does, in a plain torch loop too. In a Trainer, pass it to
     :class:`~lightning_amp.AmpPrecision`, which decides whether to skip steps, while this class decides the scale.
+    During the run `scale` and `unscale_` do what the plugin does; `step` and `update` raise and name the plugin's call.
 
     Args:
         init_scale: The first scale. The default is the default of torch.
@@ -79,13 +95,15 @@ class DynamicLossScaler(torch.amp.GradScaler):
         min_scale: The scale never falls below it. At the default, `2**-14`, a scaled gradient is *smaller* than
             the true one by the range of normal float16 numbers. A run whose scale falls that far has another problem.
         max_scale: The scale never grows above it. The default is Apex's `2**24`.
-        max_consecutive_skips: Raise :class:`FloatingPointError` after this many consecutive skips.
+        max_consecutive_skips: Raise :class:`FloatingPointError` after this many consecutive skips. A skip that lowers
+            the scale starts the count again.
         device: Device type (`"cuda"`, `"cpu"`, ...). `None` takes the device of the first loss. In a Trainer the
             plugin sets it.
         enabled: `False` makes every method a no-op, as in torch.
 
     Raises:
         ValueError: If an argument is out of its range.
+        RuntimeError: For `step` or `update` by hand while a plugin or `ScaledSteps` owns the steps.
 
     Cost: only `get_scale`, `state_dict`, pickling, and one in `max_consecutive_skips` calls of `update` wait for the
     device.
@@ -112,14 +130,13 @@ class DynamicLossScaler(torch.amp.GradScaler):
         require_count("growth_interval", growth_interval)
         require_count("hysteresis", hysteresis)
         require_count("max_consecutive_skips", max_consecutive_skips)
-        fine, advice = is_number(growth_factor) and growth_factor > 1, "Torch's default is 2.0."
-        require(fine, "growth_factor", "a number above 1", growth_factor, advice)
-        fine, advice = is_number(backoff_factor) and 0 < backoff_factor < 1, "Torch's default is 0.5."
-        require(fine, "backoff_factor", "a number above 0 and below 1", backoff_factor, advice)
-        fine, advice = is_number(min_scale) and min_scale > 0, "It is a divisor of gradients; the default is 2.0**-14."
-        require(fine, "min_scale", "a number above 0", min_scale, advice)
+        fine = is_number(growth_factor) and growth_factor > 1
+        require(fine, "growth_factor", "a number above 1", growth_factor)
+        fine = is_number(backoff_factor) and 0 < backoff_factor < 1
+        require(fine, "backoff_factor", "a number above 0 and below 1", backoff_factor)
+        require(is_number(min_scale) and min_scale > 0, "min_scale", "a number above 0", min_scale)
         fine = is_number(max_scale) and max_scale <= torch.finfo(torch.float32).max
-        require(fine, "max_scale", "a number that float32 can hold", max_scale, "The default is 2.0**24.")
+        require(fine, "max_scale", "a number that float32 can hold", max_scale)
         fine = is_number(init_scale) and min_scale <= init_scale <= max_scale
         rule = f"a number from `min_scale`, {literal(min_scale)}, to `max_scale`, {literal(max_scale)}"
         require(fine, "init_scale", rule, init_scale, "Move the limit, or start inside.")
@@ -140,6 +157,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         self._allowance: Tensor | int = hysteresis  # a tensor once the scale is on a device
         self._loss: Tensor | None = None  # finite exactly if all losses since the last update were
         self._log = self._new_log()  # only for loops without the plugin
+        self._owner_ref: weakref.ref[Owner] | None = None
 
     def _new_log(self) -> RecordLog:
         return RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
@@ -151,9 +169,45 @@ class DynamicLossScaler(torch.amp.GradScaler):
         require(fine, "scaler", "a finite number above 0", scale, "A usual static scale is 2.0**10.")
         return cls(scale, min_scale=scale, max_scale=scale)
 
+    @classmethod
+    def taking(cls, scaler: torch.amp.GradScaler | float) -> DynamicLossScaler:
+        """Return this scaler itself, a static one for a number, or one with the settings of torch's `GradScaler`.
+
+        Raises:
+            ValueError: For a class with an `update` of its own, whose policy would not be used.
+
+        """
+        if isinstance(scaler, (int, float)):
+            return cls.static(scaler)
+        if isinstance(scaler, DynamicLossScaler):
+            return scaler
+        kind = type(scaler)
+        if kind.update is not torch.amp.GradScaler.update and not kind.__module__.startswith("torch."):
+            raise ValueError(
+                f"`scaler` must not be a `{kind.__name__}`, whose own `update` would not be called: the policy is that"
+                " of `DynamicLossScaler`. Pass `DynamicLossScaler(init_scale=..., growth_interval=...)`."
+            )
+        if not scaler.is_enabled():
+            return cls(enabled=False)
+        scale, settings = scaler.get_scale(), {name: getattr(scaler, f"get_{name}")() for name in _POLICY}
+        changed: dict[str, Any] = {name: value for name, value in settings.items() if value != _POLICY[name]}
+        return cls(scale, min_scale=min(scale, 2.0**-14), max_scale=max(scale, 2.0**24), **changed)
+
+    def serve(self, owner: Owner | None) -> None:
+        """Have the steps of a run answer calls by hand, until they are gone, or this is called with `None`."""
+        self._owner_ref = None if owner is None else weakref.ref(owner)
+
+    @property
+    def _owner(self) -> Owner | None:
+        return None if self._owner_ref is None else self._owner_ref()
+
     @override
     def scale(self, outputs: Any) -> Any:
-        """Multiply a loss of any shape, or nested iterables of losses, by the scale.
+        """Multiply a loss of any shape, or nested iterables of losses, by the scale."""
+        return self.multiply(outputs) if self._owner is None else self._owner.scale(outputs)
+
+    def multiply(self, outputs: Any) -> Any:
+        """Multiply losses by the scale.
 
         The first float16 loss lowers `max_scale` to 2**15, with one warning. The gradient that enters a float16 tensor
         is the scale itself, and float16 ends at 65504.
@@ -186,6 +240,27 @@ class DynamicLossScaler(torch.amp.GradScaler):
                 stacklevel=5,
             )
 
+    @override
+    def unscale_(self, optimizer: Any) -> None:
+        """Unscale the gradients of `optimizer`; see `torch.amp.GradScaler.unscale_`."""
+        if self._owner is None:
+            super().unscale_(optimizer)
+        else:
+            self._owner.unscale_(optimizer)
+
+    @override
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step unless the gradients overflowed; see `torch.amp.GradScaler.step`."""
+        self._refuse("step")
+        return super().step(optimizer, *args, **kwargs)
+
+    def _refuse(self, method: str) -> None:
+        if self._owner is not None:
+            raise RuntimeError(
+                f"`scaler.{method}` was called in a run that steps, skips and moves the scale itself. Call"
+                f" {self._owner.step_call}, and leave out `scaler.step` and `scaler.update`."
+            )
+
     @property
     def scale_tensor(self) -> Tensor:
         """Return the scale on its device, shape []. A later update does not change this tensor."""
@@ -206,6 +281,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         """
         if not self.is_enabled():
             return
+        self._refuse("update")
         if new_scale is not None:
             value = torch.as_tensor(new_scale, dtype=torch.float32, device=self.scale_tensor.device).detach()
             _torch.set_scale_tensor(self, value.reshape(()).clamp(self.min_scale, self.max_scale))
@@ -219,9 +295,9 @@ class DynamicLossScaler(torch.amp.GradScaler):
         for other in found_infs[1:]:
             found_inf = torch.maximum(found_inf, other.to(used.device))
         loss = self._loss
-        self.advance(found_inf, None if loss is None else is_from_loss(loss, found_inf))
+        self.advance(found_inf, None if loss is None else nonfinite(loss).to(used.device).logical_and(found_inf))
         self._log.append(StepResult(Skip.on_device(found_inf), loss, scale=used))
-        self._log.close_batch(self.scale_tensor)
+        self._log.close_round(self.scale_tensor)
 
     def advance(self, found_inf: Tensor, held: Tensor | None = None) -> None:
         """Apply the policy once, on the device.
@@ -244,14 +320,12 @@ class DynamicLossScaler(torch.amp.GradScaler):
             grew = ~overflow & (new_tracker == 0)
             new_allowance = torch.where(grew, self.hysteresis, new_allowance)
             if held is not None:
-                new_allowance = torch.where(held.bool(), allowance, new_allowance)
-            # written in place, because a CUDA graph may have captured this tensor
-            self._allowance = allowance.copy_(new_allowance)
+                new_allowance = torch.where(held > 0, allowance, new_allowance)
+            self._allowance = new_allowance
         new_scale.clamp_(self.min_scale, self.max_scale)
         if held is not None:
-            stays = held if held.dtype == torch.bool else held > 0
-            new_scale = torch.where(stays, scale, new_scale)
-            new_tracker = torch.where(stays, tracker, new_tracker)
+            new_scale = torch.where(held > 0, scale, new_scale)
+            new_tracker = torch.where(held > 0, tracker, new_tracker)
         _torch.set_scale_tensor(self, new_scale, new_tracker)
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -316,6 +390,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         state["_allowance"] = int(self._allowance)
         state["_loss"] = None
         state["_log"] = self._new_log()
+        state["_owner_ref"] = None
         return state
 
     def __repr__(self) -> str:
@@ -323,128 +398,23 @@ class DynamicLossScaler(torch.amp.GradScaler):
         return f"{type(self).__name__}({', '.join(f'{name}={literal(value)}' for name, value in settings.items())})"
 
 
-# -- the steps of a batch ----------------------------------------------------------------------------------------------
+def load_state(saved: Saved, scaler: DynamicLossScaler | None, log: RecordLog) -> list[str]:
+    """Continue from a state of this package, or from a bare `GradScaler` state.
 
-
-@final
-class BatchSteps:
-    """The steps of one batch. They move the scale once at the end of the batch, and may lower it earlier.
-
-    A batch may take many steps, such as several epochs over a rollout in one `training_step`. If the scale could not
-    fall in between, one overflow would repeat in every step, and the run would end with an error. So the scale may fall
-    when a round of steps is over: when all optimizers have stepped, or one of them has stepped again. Rounds count
-    steps, not overflows, so the result does not depend on whether the host has read the overflow flag.
+    Return a sentence for each setting of the scaler that stays as the user passed it. If an entry is missing or wrong,
+    it changes nothing and raises a `ValueError`.
     """
-
-    def __init__(self) -> None:
-        self._counted: list[StepResult] = []  # steps that move the scale at the end of the batch
-        self._handled: list[StepResult] = []  # steps that have lowered the scale, unless the device found them clean
-        self._round: list[StepResult] = []  # steps in the current round
-        self._stepped: set[int] = set()  # optimizers that stepped in this batch
-        self._again: set[int] = set()  # optimizers that stepped more than once
-
-    def add(self, step: StepResult) -> None:
-        """Add a step."""
-        self._counted.append(step)
-        self._round.append(step)
-        (self._again if step.optimizer_idx in self._stepped else self._stepped).add(step.optimizer_idx)
-
-    def round_is_over(self, num_optimizers: int) -> bool:
-        """Return whether a round is over, so that the scale may fall before another backward."""
-        steps = self._round
-        if not steps:
-            return False
-        return len(steps) >= num_optimizers > 0 or any(s.optimizer_idx in self._again for s in steps)
-
-    def end_round(self, scaler: torch.amp.GradScaler) -> None:
-        """Lower the scale if a step of this round overflowed. Otherwise leave the scale and its growth alone."""
-        overflowed = [s for s in self._round if s.overflow.known is not False]
-        self._round = []
-        if not overflowed or lower_scale(scaler, [s for s in overflowed if s.had_gradients]):
-            self._counted = [s for s in self._counted if s not in overflowed]
-            self._handled += [s for s in overflowed if s.had_gradients and s.overflow.known is None]
-
-    def end(self, scaler: torch.amp.GradScaler) -> bool:
-        """Move the scale once, for all steps that have not moved it yet. Return whether there were such steps."""
-        counted, handled = self._counted, self._handled
-        self.clear()
-        moving = [s for s in counted if s.had_gradients]
-        if moving or not handled or _has_an_update_of_its_own(scaler):
-            move_scale(scaler, moving)
-        else:  # count a clean batch, unless all handled steps overflowed
-            device = _torch.scale_tensor(scaler).device
-            _advance(scaler, constant(0.0, device), torch.stack([s.overflow.flag(device) for s in handled]).amin())
-        return bool(counted)
-
-    def clear(self) -> None:
-        """Forget all steps."""
-        self._counted, self._handled, self._round = [], [], []
-        self._stepped, self._again = set(), set()
-
-
-def move_scale(scaler: torch.amp.GradScaler, steps: Sequence[StepResult]) -> None:
-    """Move the scale once, for all steps of a batch."""
-    if not steps:
-        return
-    scale = _torch.scale_tensor(scaler)
-    ours = isinstance(scaler, DynamicLossScaler)
-    uncertain = [s for s in steps if s.overflow.known is not False]
-    if not uncertain and ours:
-        scaler.advance(constant(0.0, scale.device))
-    elif len(uncertain) == 1 and ours:  # in as few launches as possible
-        found_inf = uncertain[0].overflow.flag(scale.device)
-        probe = uncertain[0].loss_probe
-        scaler.advance(found_inf, None if probe is None else is_from_loss(probe, found_inf))
-    elif ours:
-        found_inf = _any_overflow(uncertain, scale.device)
-        losses = [(s.loss_probe, s.overflow.flag(scale.device)) for s in uncertain if s.loss_probe is not None]
-        held = [is_from_loss(probe, flag) for probe, flag in losses]
-        # another optimizer's overflow still counts
-        scaler.advance(found_inf, torch.stack(held).any() * (1 - found_inf) if held else None)
-    else:
-        flags = [s.overflow.flag(scale.device) for s in uncertain]
-        found_inf = torch.stack(flags).amax() if flags else constant(0.0, scale.device)
-        _update_foreign(scaler, found_inf)
-
-
-def lower_scale(scaler: torch.amp.GradScaler, steps: Iterable[StepResult]) -> bool:
-    """Lower the scale in the middle of a batch, if gradients of one of these steps overflowed.
-
-    Return `False` if the steps must be counted at the end of the batch, since a user's own `update` would wait.
-    """
-    found_inf = _any_overflow(steps, _torch.scale_tensor(scaler).device)
-    if not _has_an_update_of_its_own(scaler):
-        _advance(scaler, found_inf, 1 - found_inf)
-        return True
-    overflow = Skip.on_device(found_inf).known
-    if overflow:
-        _update_foreign(scaler, found_inf)
-    return overflow is not None
-
-
-def _any_overflow(steps: Iterable[StepResult], device: torch.device) -> Tensor:
-    flags = [s.gradient_overflow(device) for s in steps]
-    return torch.stack(flags).amax() if flags else constant(0.0, device)
-
-
-def _has_an_update_of_its_own(scaler: torch.amp.GradScaler) -> bool:
-    return not isinstance(scaler, DynamicLossScaler) and type(scaler).update is not torch.amp.GradScaler.update
-
-
-def _advance(scaler: torch.amp.GradScaler, found_inf: Tensor, held: Tensor) -> None:
-    """Do what the scaler's `update` does, but on the device. The scale stays if `held` [] is not 0."""
-    if isinstance(scaler, DynamicLossScaler):
-        scaler.advance(found_inf, held)
-        return
-    scale, tracker = _torch.scale_tensor(scaler), _torch.growth_tracker(scaler)
-    new_scale, new_tracker = scale.clone(), tracker.clone()
-    _torch.amp_update_scale(scaler, new_scale, new_tracker, found_inf)
-    stays = held > 0
-    _torch.set_scale_tensor(scaler, torch.where(stays, scale, new_scale), torch.where(stays, tracker, new_tracker))
-
-
-def _update_foreign(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
-    # `update` writes in place, but records still refer to the old tensor
-    _torch.set_scale_tensor(scaler, _torch.scale_tensor(scaler).clone())
-    _torch.give_found_inf(scaler, found_inf)
-    scaler.update()
+    ours = "num_steps" in saved or "scaler" in saved
+    state: Any = saved.any("scaler") if ours else saved.values
+    if scaler is not None and state:
+        check_scaler_state(state, f"{saved.name}.scaler" if ours else saved.name)
+    if ours:
+        log.load(saved)
+    if scaler is None or not state:
+        return []
+    passed = scaler.overridden(state)
+    scaler.load_state_dict(state)
+    return [
+        f"lightning_amp: `{setting}={literal(mine)}`, as passed, is used; the checkpoint had {literal(theirs)}."
+        for setting, (mine, theirs) in passed.items()
+    ]

@@ -1,64 +1,55 @@
-"""Run the optimizer steps of a fit: unscale the gradients, check whether they are finite, and step or skip.
+"""Run optimizer steps: scale the loss, unscale and check the gradients, step or skip, and move the scale.
 
-A batch calls :meth:`OptimizerSteps.scale_loss`, runs the backward, then calls :meth:`OptimizerSteps.step` and
-:meth:`OptimizerSteps.finish_batch`. This file does not import Lightning; `precision/_events.py` lists the order of
-events.
+A round is :meth:`OptimizerSteps.scale_loss`, the backward inside :meth:`OptimizerSteps.scaled_backward`,
+:meth:`OptimizerSteps.step`, and :meth:`OptimizerSteps.end_round`. The Trainer's plugin, Fabric's plugin and
+:class:`ScaledSteps` all use this class. It imports nothing of Lightning. `docs/design.md` lists all events.
 """
 
 from __future__ import annotations
 
-import copy
-import threading
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import final
 
-from lightning_amp._compat import _torch
-from lightning_amp.scaling._backward_watch import BackwardWatch
-from lightning_amp.scaling._common_scale import CommonScale
-from lightning_amp.scaling._gradient_state import GradientState, Scaled
-from lightning_amp.scaling._gradients import parameters
-from lightning_amp.scaling._records import RecordLog, Skip, StepResult
-from lightning_amp.scaling._scaler import BatchSteps
-
-
-class StepPlan(NamedTuple):
-    """The requirements of hooks, of clipping and of the protection from skipped steps for one step.
-
-    Attributes:
-        fold: Whether unscaling, clipping and the update of a fused optimizer may be one pass, since no hook reads the
-            true gradients.
-        max_norm: With `fold`, the total 2-norm to clip to; `None` for no clipping.
-        host_must_know: Whether the caller acts on a skip right after the step.
-        asks_for_loss: Whether the caller also reads whether the loss was finite.
-
-    """
-
-    fold: bool = False
-    max_norm: float | None = None
-    host_must_know: bool = False
-    asks_for_loss: bool = False
+from lightning_amp._compat import _modules, _torch
+from lightning_amp.scaling._backward_watch import THREAD, BackwardWatch, StepGuard
+from lightning_amp.scaling._by_hand import ByHand
+from lightning_amp.scaling._early_moves import num_edits, snapshot
+from lightning_amp.scaling._gradients import has_gradients, parameters
+from lightning_amp.scaling._log import RecordLog, StepResult
+from lightning_amp.scaling._plan import OWN_LOOP, Calls, StepPlan
+from lightning_amp.scaling._round import Round
+from lightning_amp.scaling._scalars import Skip
+from lightning_amp.scaling._scaler import DynamicLossScaler
+from lightning_amp.scaling._state import GradientState
 
 
 @final
 class OptimizerSteps:
-    """All optimizer steps of a fit.
+    """All optimizer steps of a fit or a loop.
+
+    After a backward, all gradients of all optimizers carry the *current* scale. If unscaled gradients are still there
+    when another backward begins, they are multiplied by the scale again first. So backward, unscale, clip and step may
+    come in any order, for any number of optimizers, and an exception may come between them.
 
     Args:
         scaler: `None` without loss scaling.
         skip_nonfinite: Whether to skip steps with non-finite gradients even without a scaler.
         log: Gets a record of every attempted step.
-        optimizers: In the order of `configure_optimizers`. An optimizer that the training step makes comes after them.
-        watch: Records which gradients came from a scaled backward; `None`: all did.
+        optimizers: In the order of `configure_optimizers`. An optimizer that comes later gets the next index, or the
+            place of a known one with the same first parameter.
+        calls: The calls that errors name.
+        watched: Parameters whose optimizers nobody may pass on; a step on their scaled gradients is refused.
         all_reduce_max: Reduces a tensor in place over all ranks; `None` for one process.
         device: The device that `all_reduce_max` needs; `None`: the device of the gradients.
 
     Attributes:
-        gradients: The gradients of all optimizers, and the scale that they carry.
         log: The records of all attempted steps.
         scaler: The enabled scaler; `None` without loss scaling.
         skips: Whether steps with non-finite gradients are skipped.
@@ -67,71 +58,230 @@ class OptimizerSteps:
 
     def __init__(
         self,
-        scaler: torch.amp.GradScaler | None,
+        scaler: DynamicLossScaler | None,
         skip_nonfinite: bool,
         log: RecordLog,
         optimizers: Iterable[Optimizer] = (),
         *,
-        watch: BackwardWatch | None = None,
+        calls: Calls = OWN_LOOP,
+        watched: Iterable[Any] = (),
         all_reduce_max: Callable[[Tensor], Any] | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.log = log
-        self.gradients = CommonScale(optimizers, log, all_reduce_max, device)
-        self._use(scaler, skip_nonfinite, watch)
-
-    def _use(self, scaler: torch.amp.GradScaler | None, skip_nonfinite: bool, watch: BackwardWatch | None) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        # taken before the plugin overrides the method
-        self._multiply = None if self.scaler is None else self.scaler.scale
         self.skips = self.scaler is not None or skip_nonfinite
-        self._batch = BatchSteps()
-        self.gradients.use(self.scaler, watch)
+        self.calls = calls
+        self._all_reduce_max, self._reduces_on = all_reduce_max, device
+        self._states = {id(optimizer): GradientState(optimizer, i) for i, optimizer in enumerate(optimizers)}
+        self._rest: list[Any] = []  # parameters for which an optimizer is to come
+        self._rest_state = GradientState(SimpleNamespace(param_groups=[{"params": self._rest}]), -1)
+        self._scale_has_changed = False  # between two backwards
+        self._round = Round()
+        self._expects_more = not self._states  # nobody has said how many optimizers there are
+        self._watch: BackwardWatch | None = None
+        self._guard: StepGuard | None = None
+        if self.scaler is not None:
+            self._watch = BackwardWatch()
+            for state in self._states.values():
+                self._watch.watch_first(state.optimizer)
+            known = self._known_parameters()
+            self._watch.watch(p for p in watched if id(p) not in known)
+            self._guard = StepGuard(self, self._watch)
+            self._by_hand = ByHand(self, self._watch)
+            self.scaler.serve(self._by_hand)
+        self.note_scale()
 
-    def change_scaler(
-        self, scaler: torch.amp.GradScaler | None, skip_nonfinite: bool, watch: BackwardWatch | None
-    ) -> None:
-        """Continue with another scaler, or none, between two batches. Remaining gradients are unscaled."""
-        self.gradients.release()
-        self._use(scaler, skip_nonfinite, watch)
+    def note_scale(self) -> None:
+        """Read the scale again, after a checkpoint has set it. This waits for the device."""
+        self._first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+
+    def expect(self, params: Iterable[Any]) -> None:
+        """Carry the gradients of parameters for which optimizers are to come."""
+        known = self._known_parameters()
+        self._rest += [p for p in params if p.requires_grad and id(p) not in known]
+        if self._watch is not None:
+            self._watch.watch(self._rest)
+
+    def _known_parameters(self) -> set[int]:
+        known = {id(p) for state in self._states.values() for p in parameters(state.optimizer)}
+        return known.union(map(id, self._rest))
+
+    def release(self) -> None:
+        """Unscale all remaining gradients, because the run ends."""
+        for state in self._states.values():
+            if self._watch is not None and not self._watch.came_plain(state.optimizer):
+                self.unscale(state)
+            state.release()
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for state in self._states.values():
+            state.forget_found()
+        if self._guard is not None and self.scaler is not None:
+            self._guard.close()
+            self.scaler.serve(None)
+
+    def state(self, optimizer: Optimizer) -> GradientState:
+        """Return the state of an optimizer's gradients; a new optimizer gets the next index."""
+        if state := self._states.get(id(optimizer)):
+            return state
+        first = next(parameters(optimizer), None)
+        same = (s for s in self._states.values() if first is not None and first is next(parameters(s.optimizer), None))
+        state = next(same, None)
+        if state is not None:  # a loop that makes its optimizers anew
+            del self._states[id(state.optimizer)]
+            state.adopt(optimizer)
+        else:
+            state = GradientState(optimizer, len(self._states))
+            state.loss = self._rest_state.loss
+            if self._watch is not None:
+                if self._watch.origin(optimizer) != "plain":
+                    self._require_one_scale(optimizer)
+                    state.scale = self._rest_state.scale
+                self._watch.watch_first(optimizer)
+            mine = {id(p) for p in parameters(optimizer)}
+            self._rest[:] = [p for p in self._rest if id(p) not in mine]
+        self._states[id(optimizer)] = state
+        return state
+
+    def _require_one_scale(self, optimizer: Optimizer) -> None:
+        """Refuse a new optimizer if its gradients may be sums of backwards with several scales."""
+        known = self._known_parameters()
+        others = [p.grad for p in parameters(optimizer) if p.grad is not None and id(p) not in known]
+        # a backward that adds to a gradient writes in place
+        if self._scale_has_changed and any(map(_modules.version, others)):
+            raise RuntimeError(
+                f"`{type(optimizer).__name__}` steps for the first time, with gradients of several backwards, and the"
+                " loss scale changed before. Pass all optimizers to `ScaledSteps(scaler, [...])`; in Fabric, set up"
+                " the modules of all parameters."
+            )
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss, scaled. Gradients that are still there are rescaled to the current scale."""
-        self.gradients.add_loss(loss)
+        self.add_loss(loss)
         if self.scaler is None:
             return loss
-        scaled = self.multiply(loss)  # must come first: this call creates the scale, and a float16 loss may lower it
-        self.gradients.carry(Scaled(_torch.scale_tensor(self.scaler)))
+        if self.round_is_over:  # of a batch with many steps, such as several epochs of a rollout
+            self._round.lower(self.scaler)
+            self.log.complete(self.scaler.scale_tensor)
+        scaled = self.scaler.multiply(loss)  # must come first: it creates the scale, and a float16 loss may lower it
+        self.carry(self.scaler.scale_tensor)
         return scaled
 
-    def multiply(self, outputs: Any) -> Any:
-        """Multiply a loss, or nested sequences of losses, by the scale."""
-        assert self.scaler is not None and self._multiply is not None  # noqa: PT018
-        if self._batch.round_is_over(self.gradients.num_optimizers):
-            self._batch.end_round(self.scaler)
-            self.log.complete(_torch.scale_tensor(self.scaler))
-        return self._multiply(outputs)
+    def add_loss(self, loss: Tensor) -> None:
+        """Record the loss of the next backward."""
+        for state in self._states.values():
+            state.add_loss(loss, may_have_none=self._all_reduce_max is not None)
+        if self._expects_more or self._rest:
+            self._rest_state.add_loss(loss, may_have_none=True)
 
-    # -- unscale and check, on request ---------------------------------------------------------------------------------
+    def carry(self, to: Tensor) -> None:
+        """Bring all gradients that are still there to the scale of the next backward, []."""
+        if self._rest_state.scale is not None and self._rest_state.scale is not to:
+            self._scale_has_changed = True
+        done: set[int] = set()  # parameters that two optimizers share are rescaled once
+        for state in sorted(self._states.values(), key=lambda state: state.is_scaled):
+            state.carry(to, done)
+            if len(self._states) > 1:
+                done.update(id(p) for p in parameters(state.optimizer))
+        self._rest_state.carry(to, ())
 
-    def unscale_(self, optimizer: Optimizer) -> None:
+    def forget_scale_without_gradients(self) -> None:
+        """Treat gradients to come as true ones, where a backward has left none."""
+        for state in self._states.values():
+            if not has_gradients(state.optimizer):
+                state.release()
+
+    def scaled_backward(self) -> AbstractContextManager[None]:
+        """Return the context of the backward of a loss that :meth:`scale_loss` has scaled."""
+        return nullcontext() if self._watch is None else self._watch
+
+    # -- unscale and check ---------------------------------------------------------------------------------------------
+
+    def unscale_(self, optimizer: Any) -> None:
         """Unscale the gradients of an optimizer, and skip its next step if they are not finite now."""
         if self.skips:  # otherwise nothing is scaled or checked
-            state = self.gradients.state(optimizer)
-            self.gradients.examine(state)
+            state = self.state(_torch.unwrap_optimizer(optimizer))
+            self._examine(state)
             state.keep_found()
-
-    def assume_scaled(self, optimizer: Optimizer) -> None:
-        """Treat the gradients of a new optimizer as scaled, since the user passed it to the scaler."""
-        assert self.scaler is not None
-        self.gradients.state(optimizer, Scaled(_torch.scale_tensor(self.scaler)))
 
     def check_again(self, optimizer: Optimizer) -> None:
         """Unscale gradients and check them, after the user may have changed or added some."""
         if self.skips:
-            self.gradients.examine(self.gradients.state(optimizer))
+            self._examine(self.state(optimizer))
+
+    def will_skip(self, optimizer: Optimizer) -> bool:
+        """Return whether the next step will be skipped, after :meth:`unscale_`. All ranks must call. This waits."""
+        state = self.state(optimizer)
+        if state.found_inf is None:
+            return False
+        self._agree(state)
+        return state.wait(asks_for_loss=False)
+
+    def unscale(self, state: GradientState) -> None:
+        """Unscale gradients, for clipping by norm too: the norm shows what is not finite."""
+        state.unfold()
+        if state.is_scaled:
+            self._require_scaled(state)
+            state.unscale_(self._true_elsewhere(state), may_overflow=self._may_be_below_one())
+
+    def _examine(self, state: GradientState) -> None:
+        """Unscale gradients, and check whether they are finite now."""
+        state.unfold()
+        if state.is_scaled:
+            self.unscale(state)
+        else:
+            self._require_scaled(state)
+            state.check()
+
+    def _fold(self, state: GradientState, max_norm: float | None) -> bool:
+        """Leave unscaling and clipping to a fused optimizer. Return whether that is possible."""
+        self._require_scaled(state)
+        if state.is_scaled and self._true_elsewhere(state):
+            return False
+        return state.fold(max_norm, may_overflow=max_norm is None and state.is_scaled and self._may_be_below_one())
+
+    def _agree(self, state: GradientState) -> None:
+        """Combine the flags of all ranks: gradients are not finite if they are not finite on any rank."""
+        if self._all_reduce_max is not None:
+            state.agree(self._all_reduce_max, self._reduces_on)
+
+    def _require_scaled(self, state: GradientState) -> None:
+        """Refuse gradients that a backward without the loss scale has added to."""
+        watch = self._watch
+        if watch is None or (self.calls.takes_plain and not state.is_scaled):
+            return
+        never = self._rest_state.scale is None and has_gradients(state.optimizer)  # no scaled backward has ever run
+        if never or watch.came_plain(state.optimizer):
+            raise RuntimeError(
+                f"Gradients of `{type(state.optimizer).__name__}` come from `loss.backward()`, which does not multiply"
+                f" them by the loss scale. Call `{self.calls.backward}` for each loss."
+            )
+
+    def _true_elsewhere(self, state: GradientState) -> set[int]:
+        """Return the ids of parameters whose gradients another optimizer has unscaled since the last backward."""
+        shared: set[int] = set()
+        for other in self._states.values():
+            if other is state or other.is_scaled:
+                continue
+            common = {id(p) for p in parameters(state.optimizer)}.intersection(map(id, parameters(other.optimizer)))
+            if common:
+                other.unfold()
+                shared |= common
+        return shared
+
+    def _may_be_below_one(self) -> bool:
+        """Return whether the scale may be so small that unscaling takes a finite value out of range."""
+        scaler = self.scaler
+        assert scaler is not None
+        # The host has the exact scale if it reads the flag of each step, otherwise the scale of the latest read-back.
+        scale = self._first_scale  # a record from before a resume may be of another precision
+        if self.log.last is not None:
+            scale = min(scale, self.log.last.next_scale)
+        return scale * scaler.get_backoff_factor() ** self.log.num_known_skips < 1
 
     # -- step ----------------------------------------------------------------------------------------------------------
 
@@ -141,8 +291,6 @@ class OptimizerSteps:
         closure: Callable[[], Any],
         before_update: Callable[[], None],
         plan: StepPlan,
-        *,
-        closure_runs_backward: bool = True,
         **kwargs: Any,
     ) -> tuple[Any, StepResult]:
         """Step or skip.
@@ -152,61 +300,115 @@ class OptimizerSteps:
             closure: Computes loss and gradients, unless they are there already.
             before_update: Runs hooks and clipping on the true gradients. Calls :meth:`check_again` after a change.
             plan: Requirements of hooks, clipping and the protection from skipped steps.
-            closure_runs_backward: Whether `closure` runs the backward, rather than the user before the step.
             kwargs: Passed to `optimizer.step`.
 
         Returns:
             The output of `optimizer.step` (on a skip, of the closure), and the outcome of the step.
 
         """
-        state = self.gradients.state(optimizer)
-        if not closure_runs_backward and (not state.always_calls_closure or _torch.has_step_hooks(optimizer)):
-            self.gradients.unscale(state)
-        step = _Step(self, state, closure, before_update, plan)
-        outer = _innermost.enter(step)
+        state = self.state(optimizer)
+        if not plan.in_closure and (not state.is_torchs or _torch.has_step_hooks(optimizer)):
+            self.unscale(state)
+        undo = snapshot(optimizer) if self.skips and state.moves_early else None
+        skip, result, calls, edits, leave = Skip.NO, None, 0, num_edits(optimizer), _SkipStep()
+
+        def run_closure() -> Any:
+            nonlocal skip, result, calls
+            THREAD.steps = False  # the closure may step other optimizers
+            state.moves_early |= calls > 0 or num_edits(optimizer) != edits
+            result, calls = closure(), calls + 1
+            skip = self._check(state, before_update, plan)
+            if skip.known:
+                raise leave
+            self.log.announce(optimizer)
+            THREAD.steps = True
+            return result
+
+        outer, THREAD.steps = THREAD.steps, True
         try:
-            output = step.run(kwargs)
+            if state.takes_closure:
+                output = optimizer.step(closure=run_closure, **kwargs)
+            else:
+                run_closure()
+                output = optimizer.step(**kwargs)
+        except _SkipStep as reason:
+            if reason is not leave:
+                raise
+            if undo is not None:
+                undo()
+            output = result
         finally:
-            _innermost.enter(outer)
+            THREAD.steps = outer
             if state.decides_on_device:
                 _torch.clear_amp_attributes(optimizer)
-            state.note_closure_calls(step.calls, moved_first=step.moved_first)
-        return output, self._record(state, step.skip)
+        return output, self._record(state, skip)
 
-    def skip_left_out(self) -> list[tuple[Optimizer, StepResult]]:
-        """Record a skip for each optimizer whose unscaled gradients are not finite and that the user did not step.
+    def _check(self, state: GradientState, before_update: Callable[[], None], plan: StepPlan) -> Skip:
+        """Unscale and check the gradients, run hooks and clipping, and agree with all ranks.
 
-        All ranks must call. Waits for the device.
+        Return whether to skip; of a fused optimizer that decides on the device, its flag.
         """
-        skips: list[tuple[Optimizer, StepResult]] = []
-        for state in self.gradients.checked():
-            self.gradients.agree(state)
-            if state.wait(asks_for_loss=self.asks_for_loss):
-                skips.append((state.optimizer, self._record(state, Skip.YES)))
-        return skips
+        optimizer, someone_edits = state.optimizer, not plan.fold or plan.max_norm is not None
+        if not self.skips:
+            if someone_edits:
+                before_update()
+            return Skip.NO
+        fused = state.decides_on_device and _torch.is_fused(optimizer) and not _torch.has_step_hooks(optimizer)
+        state.unfold()  # gradients that an earlier step has left
+        if not (plan.fold and fused and state.found_inf is None and self._fold(state, plan.max_norm)):
+            self._examine(state)
+            if someone_edits:
+                before_update()
+        self._agree(state)
+        if not state.has_gradients:  # on any rank; otherwise there is nothing to skip
+            return Skip.NO
+        assert state.found_inf is not None
+        skip = Skip.on_device(state.found_inf)
+        if skip.known is None:
+            early = isinstance(optimizer, torch.optim.SGD) and _torch.momentum_is_uninitialised(optimizer)
+            if fused and not early and not plan.host_must_know:
+                _torch.set_found_inf(optimizer, state.found_inf)
+                return skip
+            return Skip.YES if state.wait(asks_for_loss=plan.asks_for_loss or self.asks_for_loss) else Skip.NO
+        state.keep_spare(skip)
+        return skip
 
-    @property
-    def stepping(self) -> bool:
-        """Return whether an optimizer is inside :meth:`step`, but outside its closure, where others may step.
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Refuse a step past this object, which would move weights by the gradients times the scale.
 
-        It may be the step of another plugin, which checks the gradients of its own optimizers.
+        :class:`StepGuard` calls it for each step of any optimizer outside of :meth:`step`. Steps on gradients that are
+        not scaled pass.
         """
-        return _innermost.step is not None and not _innermost.step.in_closure
+        watch, state = self._watch, self._states.get(id(optimizer))
+        assert watch is not None
+        if state is None:
+            refused = watch.is_scaled or watch.origin(optimizer) == "scaled"
+        else:
+            refused = state.is_scaled or (state.found_inf is not None and not state.folded)
+        if not refused or not has_gradients(optimizer):
+            return
+        if watch.is_scaled:
+            fix = f"It was called inside the backward: call {self.calls.step} after it, or use precision 'bf16'"
+        else:
+            fix = f"Call {self.calls.step}" if state is not None else self.calls.unknown
+        scale = None if self.scaler is None else self.scaler.get_scale()
+        raise RuntimeError(
+            f"`{type(optimizer).__name__}.step()` was called past {self.calls.owner}, which therefore could neither"
+            f" divide its gradients by the loss scale ({scale:.10g}) nor skip it. {fix}."
+        )
 
     def _record(self, state: GradientState, skip: Skip) -> StepResult:
-        """Make the one record of a step. The end of the batch adds the next scale."""
+        """Make the one record of a step. The end of the round adds the next scale."""
         scale, overflow = None, skip
         if self.scaler is not None:
             scale = state.used_scale
-            overflow = skip if state.overflow_before_edits is None else skip | state.overflow_before_edits
-        result = StepResult(
-            skip, state.loss_probe, state.index, scale, overflow, state.has_gradients, known_bad_loss=state.bad_loss
-        )
-        if self.scaler is not None:
-            self._batch.add(result)
-        if self.asks_for_loss:
-            result.report_loss()
-        self.log.append(result)
+            overflow = skip if state.overflow is None else skip | state.overflow
+        result = StepResult(skip, state.loss, state.index, scale, overflow, known_bad_loss=state.bad_loss)
+        # otherwise there was nothing to do, and nothing is recorded
+        if state.has_gradients if self.skips else has_gradients(state.optimizer):
+            self._round.add(result)
+            self.log.append(result)
+        self._rest_state.loss = None
         state.finish()
         return result
 
@@ -215,180 +417,34 @@ class OptimizerSteps:
         """Return whether a listener asks for steps that were applied although their loss was not finite."""
         return self.skips and self.log.wants_losses
 
-    # -- end of batch --------------------------------------------------------------------------------------------------
+    # -- the end of a round --------------------------------------------------------------------------------------------
 
-    def finish_batch(self) -> None:
+    @property
+    def round_is_over(self) -> bool:
+        """Return whether all optimizers have stepped, or one of them twice."""
+        return self._round.is_over(len(self._states) + (self._expects_more or bool(self._rest)))
+
+    def has_stepped(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer has stepped in this round, so that another round begins with its next step."""
+        again = self._round.has(self.state(optimizer))
+        self._expects_more &= not again
+        return again
+
+    def end_round(self) -> None:
         """Move the scale once for all steps since the last call, and complete their records.
 
-        Raise `FloatingPointError` if too many steps in a row were skipped.
+        The Trainer calls it at the end of a batch, another loop when :attr:`round_is_over`. Raise `FloatingPointError`
+        if too many steps in a row were skipped.
         """
-        scale: Tensor | None = None
-        if self.scaler is not None and self._batch.end(self.scaler):
-            scale = _torch.scale_tensor(self.scaler)
-        self.log.close_batch(scale)
+        ended, self._round = self._round, Round()
+        if self.scaler is not None:
+            ended.move(self.scaler)
+        self.log.close_round(None if self.scaler is None else self.scaler.scale_tensor)
 
-    def drop_batch(self) -> None:
+    def drop_round(self) -> None:
         """Forget the steps that have not moved the scale yet, since a checkpoint was loaded."""
-        self._batch.clear()
-
-    def replace_scale(self, replace: Callable[[], None]) -> None:
-        """Set the scale on the user's behalf. The steps so far do not move it any more. This waits for the device.
-
-        Gradients that are still there keep their own scale.
-        """
-        assert self.scaler is not None
-        self._batch.clear()
-        # torch writes its scale in place, so keep a copy
-        _torch.set_scale_tensor(self.scaler, _torch.scale_tensor(self.scaler).clone())
-        replace()
-        self.log.close_batch(_torch.scale_tensor(self.scaler))
-        self.gradients.note_scale()
+        self._round = Round()
 
 
-# derives from BaseException, because user code around the closure may catch every Exception
-class _SkipStep(BaseException):
-    def __init__(self, step: _Step) -> None:
-        super().__init__()
-        self.step = step
-
-
-@final
-class _Step:
-    """One attempt to step, from the optimizer's closure call to the skip or the update.
-
-    Attributes:
-        calls: How often the optimizer has called its closure.
-        moved_first: Whether it moved parameters before the first call.
-        in_closure: Whether the closure runs now.
-        skip: Whether the step was skipped.
-
-    """
-
-    def __init__(
-        self,
-        steps: OptimizerSteps,
-        state: GradientState,
-        closure: Callable[[], Any],
-        before_update: Callable[[], None],
-        plan: StepPlan,
-    ) -> None:
-        self.calls = 0
-        self.moved_first = False
-        self.in_closure = False
-        self.skip = Skip.NO
-        self._steps, self._state, self._plan = steps, state, plan
-        self._closure, self._before_update = closure, before_update
-        self._undo = _snapshot(state.optimizer) if steps.skips and state.needs_snapshot else None
-        self._edits = state.count_edits()
-        self._result: Any = None
-        self._on_device = False
-
-    def run(self, kwargs: dict[str, Any]) -> Any:
-        """Call `optimizer.step`. Return the output of that call, or on a skip the output of the closure."""
-        optimizer = self._state.optimizer
-        try:
-            if self._state.takes_closure:
-                return optimizer.step(closure=self._run_closure, **kwargs)
-            self._run_closure()
-            return optimizer.step(**kwargs)
-        except _SkipStep as skip:
-            if skip.step is not self:
-                raise
-            self.skip = Skip.YES
-            if self._undo is not None and (self.moved_first or self.calls > 1):
-                self._undo()
-            return self._result
-
-    def _run_closure(self) -> Any:
-        """Compute gradients, run hooks and clipping on them, and leave `optimizer.step` if it must be skipped."""
-        if self.calls == 0:
-            self.moved_first = self._state.count_edits() != self._edits
-        self.in_closure = True
-        self._result = self._closure()
-        self.calls += 1
-        if not self._steps.skips:
-            self._run_before_update()
-        else:
-            self._prepare()
-            if self._state.has_gradients:  # on any rank; otherwise there is nothing to skip
-                self._decide()
-        self._steps.log.announce(self._state.optimizer)
-        self.in_closure = False
-        return self._result
-
-    def _run_before_update(self) -> None:
-        if not self._plan.fold or self._plan.max_norm is not None:
-            self._before_update()
-
-    def _prepare(self) -> None:
-        """Unscale and check the gradients, or leave the unscaling to a fused optimizer, and agree with all ranks."""
-        state, steps = self._state, self._steps
-        fused = state.decides_on_device and _torch.is_fused(state.optimizer)
-        self._on_device = fused and not _torch.has_step_hooks(state.optimizer)
-        state.unfold()  # gradients that an earlier step has left
-        fold = self._plan.fold and self._on_device and state.found_inf is None
-        if not (fold and steps.gradients.fold(state, self._plan.max_norm)):
-            steps.gradients.examine(state)
-            self._run_before_update()
-        steps.gradients.agree(state)
-
-    def _decide(self) -> None:
-        """Raise `_SkipStep` to skip the step, or leave the decision to the device if the optimizer can skip there."""
-        state = self._state
-        found_inf = state.found_inf
-        assert found_inf is not None
-        skip = Skip.on_device(found_inf)
-        if skip.known is None:
-            if self._on_device and not self._host_must_know():
-                _torch.set_found_inf(state.optimizer, found_inf)
-                self.skip = skip
-                return
-            if state.wait(asks_for_loss=self._plan.asks_for_loss or self._steps.asks_for_loss):
-                raise _SkipStep(self)
-        elif skip.known:
-            raise _SkipStep(self)
-        else:
-            state.keep_spare(found_inf)
-
-    def _host_must_know(self) -> bool:
-        optimizer = self._state.optimizer
-        if isinstance(optimizer, torch.optim.SGD) and _torch.momentum_is_uninitialised(optimizer):
-            return True
-        return self._plan.host_must_know
-
-
-@final
-class _Innermost(threading.local):
-    """The innermost step that runs in a thread."""
-
-    step: _Step | None = None
-
-    def enter(self, step: _Step | None) -> _Step | None:
-        """Return the step so far."""
-        before, self.step = self.step, step
-        return before
-
-
-_innermost = _Innermost()
-
-
-def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
-    """Copy parameters and optimizer state, and return a function that restores them.
-
-    For optimizers that move parameters before a call of their closure. An optimizer inside the optimizer is
-    copied too.
-    """
-    optimizers = [optimizer, *(v for v in vars(optimizer).values() if isinstance(v, Optimizer))]
-    params = list({id(p): p for o in optimizers for p in parameters(o)}.values())
-    values = [p.detach().clone() for p in params]
-    memo = {id(p): p for p in params}
-    states = [copy.deepcopy(o.state, memo) for o in optimizers]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for param, value in zip(params, values, strict=True):
-                param.copy_(value)
-        for o, state in zip(optimizers, states, strict=True):
-            o.state = state
-
-    return restore
+class _SkipStep(BaseException):  # user code around the closure may catch every Exception
+    """Leaves `optimizer.step` from inside its closure."""

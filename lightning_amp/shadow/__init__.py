@@ -5,6 +5,7 @@ from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
 from lightning_amp.shadow._evaluation_pass import EVALUATION_FILE, EvaluationPass, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
 from lightning_amp.shadow._first_batches import FirstBatches
+from lightning_amp.shadow._fsdp2 import shard_of, shards_of_gathered
 from lightning_amp.shadow._gradient_sample import RowsBy, Sample, rows_of_parameters, take_sample
 from lightning_amp.shadow._kept_batches import Batches, giving, keep_batches, set_method
 from lightning_amp.shadow._matmul_flops import matmul_flops
@@ -20,7 +21,7 @@ from lightning_amp.shadow._private_fit import (
     require_unsharded,
     run_private_fit,
 )
-from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather, gather_on_zero
+from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._surroundings import device_of_trainer, is_sharded, tensor_parallel_size, unnoticed
 from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
@@ -49,7 +50,6 @@ __all__ = [
     "copy_batch",
     "device_of_trainer",
     "gather",
-    "gather_on_zero",
     "giving",
     "in_one_line",
     "inaccurate_derivatives",
@@ -65,6 +65,8 @@ __all__ = [
     "rows_of_parameters",
     "run_private_fit",
     "set_method",
+    "shard_of",
+    "shards_of_gathered",
     "take_sample",
     "tensor_parallel_size",
     "unnoticed",

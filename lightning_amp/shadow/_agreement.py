@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections import Counter
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from typing_extensions import final
 
-from lightning_amp._compat import _collectives
 from lightning_amp.shadow._ranks import OtherRankFailedError
 
 _NUMBERS = itertools.count()
@@ -44,7 +44,7 @@ class Agreement:
     def __init__(self, limit: timedelta) -> None:
         self._limit = limit
         self._rank, self._size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self._store = _collectives.store(f"lightning_amp/{next(_NUMBERS)}/")
+        self._store = _store(f"lightning_amp/{next(_NUMBERS)}/")
         self._arrivals: Counter[str] = Counter()
 
     @contextmanager
@@ -128,6 +128,38 @@ def _missing(ranks: str, limit: timedelta) -> RankMissingError:
 
 def collective(agreement: Agreement, func: Any, args: Any, kwargs: Any) -> None:
     """Arrive at a collective operation, if this operation is one."""
-    group = _collectives.process_group(func, args, kwargs)
+    group = _process_group(func, args, kwargs)
     if group is not None and group.size() > 1:
         agreement.arrive(group.group_name, group.size())
+
+
+def _store(prefix: str) -> Any:
+    """Return the store by which the ranks found each other, for keys with a prefix. Remove when torch exports it."""
+    return torch.distributed.PrefixStore(prefix, torch.distributed.distributed_c10d._get_default_store())
+
+
+def _process_group(operation: Any, args: Any, kwargs: Any) -> Any:
+    """Return the process group of a collective operation; `None` for all others, and between two ranks.
+
+    Remove when torch tags collective operations.
+    """
+    found = _group_argument(operation)
+    if found is None:
+        return None
+    position, by_name = found
+    group = args[position] if position < len(args) else kwargs[operation._schema.arguments[position].name]
+    if by_name:
+        return torch.distributed.distributed_c10d._resolve_process_group(group)
+    return torch.distributed.ProcessGroup.unbox(group)
+
+
+@functools.cache
+def _group_argument(operation: Any) -> tuple[int, bool] | None:
+    """Find the argument that is the group, or its name. Remove with `_process_group`."""
+    namespace, name = getattr(operation, "namespace", ""), str(getattr(operation, "__name__", ""))
+    if namespace not in ("c10d", "_c10d_functional") or name.startswith(("send", "recv")):
+        return None
+    for i, argument in enumerate(operation._schema.arguments):
+        if argument.name == "group_name" or str(argument.type).endswith("ProcessGroup"):
+            return i, argument.name == "group_name"
+    return None

@@ -15,10 +15,18 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import final
 
-from lightning_amp._compat import _evaluation, _lightning
+from lightning_amp._compat import _lightning
 from lightning_amp.casting import is_metric
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._module_copy import copy_batch
+from lightning_amp.shadow._own_results import (
+    finish_evaluation_batch,
+    finish_evaluation_epoch_end,
+    finish_evaluation_loader,
+    forget_results,
+    start_evaluation_batch,
+    start_evaluation_epoch_end,
+)
 from lightning_amp.shadow._shadow import Shadow
 from lightning_amp.tracing import RandomState, fp32_throughout, full_precision, paired_random
 
@@ -113,7 +121,7 @@ class EvaluationPass:
 
     def start_afresh(self) -> None:
         """Reset the metrics of the batches so far, and run the hooks before the first batch."""
-        _evaluation.forget_results(self.view)
+        forget_results(self.view)
         self._metrics.clear()
         with self.active():
             for module in self.module.modules():
@@ -147,7 +155,7 @@ class EvaluationPass:
             step_args = args
             if not is_param_in_hook_signature(getattr(module, f"{stage}_step"), "batch_idx", min_args=2):
                 step_args = (batch, *args[2:])
-            _lightning.start_evaluation_batch(self.view, batch, loader_idx)
+            start_evaluation_batch(self.view, batch, loader_idx)
             try:
                 # Values of single steps are not compared. If they were reduced and this rank ran out of memory before,
                 # the other ranks would wait for it.
@@ -159,7 +167,7 @@ class EvaluationPass:
                     with self._hook_context(module):
                         call(f"on_{stage}_batch_end", outputs, *args)
             finally:
-                _lightning.finish_evaluation_batch(self.view)
+                finish_evaluation_batch(self.view)
 
     def active(self) -> AbstractContextManager[None]:
         """Return the context for code that changes the shadow between its steps. All ranks must enter it."""
@@ -192,10 +200,10 @@ class EvaluationPass:
         in_order = paired_random(self._device_type, random_state)
         with self.active(), self._shadow.running(), in_order, self._hook_context(self.module):
             self._finish_loader()
-            _lightning.start_evaluation_epoch_end(self.view)
+            start_evaluation_epoch_end(self.view)
             with self._epoch_end_context(self.module):
                 self._shadow.call(f"on_{self._stage}_epoch_end")
-            self._metrics.update(_lightning.finish_evaluation_epoch_end(self.view))
+            self._metrics.update(finish_evaluation_epoch_end(self.view))
         return self._metrics
 
     def close(self) -> None:
@@ -203,7 +211,7 @@ class EvaluationPass:
         self._shadow.close()
 
     def _finish_loader(self) -> None:
-        self._metrics.update(_lightning.finish_evaluation_loader(self.view))
+        self._metrics.update(finish_evaluation_loader(self.view))
 
 
 def _nothing(_: LightningModule) -> AbstractContextManager[None]:

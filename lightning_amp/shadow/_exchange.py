@@ -6,6 +6,7 @@ parallel one belong to a device mesh. All ranks must run the second pass, becaus
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -16,8 +17,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from typing_extensions import final, override
 
-from lightning_amp._compat import _aten, _modules, _sharding
+from lightning_amp._compat import _modules, _sharding
 from lightning_amp.shadow._agreement import Agreement, collective
+from lightning_amp.shadow._fsdp2 import units_of
 from lightning_amp.shadow._module_copy import copy_attributes
 
 _GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -50,7 +52,7 @@ class Exchange:
     ) -> None:
         self._limit = limit
         self._in_fp32 = in_fp32
-        self._fsdp = _sharding.units_of(model)
+        self._fsdp = units_of(model)
         with self._agreement(), self._set_aside():
             self._own = copy_attributes(module, model, memo, in_fp32=in_fp32)
             self._parameters = list({id(p): p for p in (*module.parameters(), *parameters)}.values())
@@ -217,7 +219,7 @@ class _ParameterGuard(_modules.DispatchMode):
         kwargs = kwargs or {}
         if self._agreement is not None:
             collective(self._agreement, func, args, kwargs)
-        for key in _aten.written(func):
+        for key in _written(func):
             value = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
             for one in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(one, Tensor):
@@ -234,3 +236,15 @@ def _address(tensor: Tensor) -> int:
         return _sharding.local(tensor).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # a sparse or a fake tensor has no storage
         return 0
+
+
+@functools.cache
+def _written(operation: Any) -> tuple[int | str, ...]:
+    """Return the arguments that an operation writes to: by position, keyword-only ones by name.
+
+    Remove when an operation's schema has a public name.
+    """
+    schema = getattr(operation, "_schema", None)  # a higher-order operator has no schema
+    arguments = [] if schema is None else enumerate(schema.arguments)
+    changed = [(i, one) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return tuple(one.name if one.kwarg_only else i for i, one in changed)

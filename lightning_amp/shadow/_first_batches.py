@@ -8,12 +8,12 @@ from typing import Any
 
 from typing_extensions import final
 
-from lightning_amp._compat import _evaluation
 from lightning_amp._containers import tensors_in
 from lightning_amp.findings import LOADER_SUFFIX
 from lightning_amp.shadow._batch_window import KeptBatch, num_bytes_of
+from lightning_amp.shadow._own_results import LoggedSum, logged_sums
 
-_Sums = dict[str, _evaluation.LoggedSum]
+_Sums = dict[str, LoggedSum]
 """By metric."""
 
 MAX_BYTES = 2**28
@@ -63,7 +63,7 @@ class FirstBatches:
     def note_sums(self, amp: Any, fp32: Any) -> None:
         """Record the values that two trainers, or views of one, have logged since the last batch was added."""
         idx = self._loader_idx
-        self._sums.setdefault(idx, []).append((_evaluation.logged_sums(amp, idx), _evaluation.logged_sums(fp32, idx)))
+        self._sums.setdefault(idx, []).append((logged_sums(amp, idx), logged_sums(fp32, idx)))
 
     def num_rows_of(self, metric: str) -> int | None:
         """Return the number of rows behind a metric; `None` if it cannot be a share or a count of them.
@@ -92,7 +92,7 @@ class FirstBatches:
         """
         found: dict[tuple[int | None, int], tuple[float, float]] = {}
         for loader_idx, sums in self._sums.items():
-            before: tuple[_evaluation.LoggedSum | None, _evaluation.LoggedSum | None] = None, None
+            before: tuple[LoggedSum | None, LoggedSum | None] = None, None
             for batch_idx, (amp, fp32) in enumerate(sums):
                 if metric not in amp or metric not in fp32:
                     continue
@@ -105,7 +105,7 @@ def _is_whole(value: float) -> bool:
     return not math.isfinite(value) or abs(value - round(value)) < 1e-3
 
 
-def _of_batch(before: _evaluation.LoggedSum | None, after: _evaluation.LoggedSum) -> float:
+def _of_batch(before: LoggedSum | None, after: LoggedSum) -> float:
     value, weight = after.value, after.weight
     if before is not None and after.adds_up:
         value = value - before.value

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
@@ -13,12 +13,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from typing_extensions import final
 
-from lightning_amp._compat import _modules, _sharding
-from lightning_amp.casting import gradient_cast, linear_layers, may_run_in_fp8
+from lightning_amp._compat import _modules
 from lightning_amp.findings import TOTAL, GradientRow, InaccurateDerivative
 from lightning_amp.numerics import (
-    ExponentHistogram,
-    exponent_histogram,
     fidelity,
     fidelity_sums,
     headroom_bits,
@@ -29,14 +26,12 @@ from lightning_amp.numerics import (
 )
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._failures import Failure
+from lightning_amp.shadow._fsdp2 import counts_here
 from lightning_amp.shadow._ranks import OtherRankFailedError, gather
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._surroundings import is_sharded
 from lightning_amp.shadow._training_pass import TrainingPass
 from lightning_amp.tracing import Trace
-
-_LOWEST, _HIGHEST = -50, 20  # exponents of the outermost bins of the histograms
-_NUM_BINS = _HIGHEST - _LOWEST + 1
 
 RowsBy = Literal["module", "parameter"]
 """The kind of rows in the table: one per module, or one per parameter."""
@@ -48,7 +43,6 @@ class Sample(NamedTuple):
 
     Attributes:
         rows: The rows of the table; the last row is about all gradients.
-        histograms: Histograms of true gradients, by row.
         unseen: Modules that could not be watched.
         order: Names of the rows in the order of the backward.
         clipped: The functions that clip scaled gradients, with their lines, in words; empty without any.
@@ -57,7 +51,6 @@ class Sample(NamedTuple):
     """
 
     rows: list[GradientRow]
-    histograms: dict[str, ExponentHistogram]
     unseen: Sequence[str] = ()
     order: Sequence[str] = ()
     clipped: str = ""
@@ -70,10 +63,9 @@ class _Group:
 
     def __init__(self) -> None:
         self.counts, self.sums, self.magnitudes = list[Tensor](), list[Tensor](), list[Tensor]()
-        self.histograms, self.fp8 = list[Tensor](), list[Tensor]()
 
     def add(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the counts and sums of the row, [12 + bins], and its largest magnitude, [], both on `device`.
+        """Return the counts and sums of the row, [9], and its largest magnitude, [], both on `device`.
 
         Measurements may be on several devices, as the parameters are. The dtype is float64, or the widest that the
         device has.
@@ -81,14 +73,14 @@ class _Group:
         wide = widest_dtype(device)
         zeros = partial(torch.zeros, dtype=wide, device=device)
         top = torch.stack([m.to(device, wide) for m in self.magnitudes]).max() if self.magnitudes else zeros(())
-        counts, sums, fp8, histogram = (
+        counts, sums = (
             torch.stack([part.to(device) for part in parts]).sum(0).to(wide) if parts else zeros(size)
-            for parts, size in ((self.counts, 3), (self.sums, 4), (self.fp8, 3), (self.histograms, _NUM_BINS))
+            for parts, size in ((self.counts, 3), (self.sums, 4))
         )
         number = torch.full_like(counts[:1], len(self.counts))
         # A maximum over ranks cannot represent NaN, so NaN is counted.
         is_nan = torch.isnan(top).to(wide).reshape(1)
-        return torch.cat([number, is_nan, counts, sums, fp8, histogram]), top.nan_to_num(0.0)
+        return torch.cat([number, is_nan, counts, sums]), top.nan_to_num(0.0)
 
 
 def take_sample(
@@ -110,7 +102,7 @@ def take_sample(
     except Exception as error:
         if not isinstance(error, OtherRankFailedError):
             on_failure(Failure.of(error, "the training step", f"the sample of step {trainer.global_step}"))
-        groups, mine = _groups(module, by), Sample([], {})
+        groups, mine = _groups(module, by), Sample([])
     sums = _over_all_ranks(trainer, groups)
     if not sums:
         return None
@@ -119,7 +111,6 @@ def take_sample(
     step, precision = trainer.global_step, precision_of(trainer)
     return Sample(
         rows=[_row(step, names[name], scale, *row, precision) for name, row in sums.items()],
-        histograms={names[n]: ExponentHistogram(s[12:].long(), _LOWEST, _HIGHEST) for n, (s, _) in sums.items()},
         unseen=mine.unseen,
         order=[names[name] for name in next((one.order for one in ranks if one.order), ())],
         clipped=next((one.clipped for one in ranks if one.clipped), ""),
@@ -153,18 +144,13 @@ def _measure(
     total = groups[TOTAL]
     with closing(TrainingPass(trainer, module, upcast=True)) as fp32_pass:
         fp32_trace, fp32_watch = Trace(fp32_pass.module, values=False), StepWatch(fp32_pass.module)
-        with _fp8_counts(fp32_pass.module, trainer.precision_plugin) as fp8_counts:
-            fp32_pass.run(batch, batch_idx, context=None, trace=fp32_trace, step_watch=fp32_watch)
+        fp32_pass.run(batch, batch_idx, context=None, trace=fp32_trace, step_watch=fp32_watch)
         fp32_run = fp32_pass.gradients()
     places = [arrival.place for arrival in fp32_trace.arrivals if not arrival.is_inner]
     order = [row_of[place.parameter] for place in places if place.where == "parameter" and place.parameter in row_of]
-    sample = Sample([], {}, fp32_trace.unseen, list(dict.fromkeys(order)))
+    sample = Sample([], fp32_trace.unseen, list(dict.fromkeys(order)))
     if not fp32_run:
         return groups, sample
-    for layer, counts in fp8_counts.items():
-        row = layer if by == "module" else f"{layer}.weight"
-        for one in (groups[row], total) if row in groups else (total,):
-            one.fp8.extend(counts)
     with closing(TrainingPass(trainer, module)) as amp_pass:
         amp_trace, amp_watch = Trace(amp_pass.module, values=False), StepWatch(amp_pass.module, scale)
         context = trainer.precision_plugin.forward_context()
@@ -189,13 +175,11 @@ def _measure(
             if name not in counted:
                 continue
             counts = underflow_counts(gradient, "fp16", scale)
-            histogram = exponent_histogram(gradient, _LOWEST, _HIGHEST).counts
             # A gradient that exists only in fp32 is lost in mixed precision.
             values = amp_run.get(name, torch.zeros_like(gradient))
             sums = torch.cat([fidelity_sums(gradient, values), inner_product(gradient, values).reshape(1)])
             for one in (groups[row_of[name]], total):
                 one.counts.append(counts)
-                one.histograms.append(histogram)
                 one.sums.append(sums)
     return groups, sample
 
@@ -206,45 +190,11 @@ def _counted(trainer: Trainer, module: LightningModule) -> set[str]:
     if not is_sharded(trainer):
         return set(parameters)
     model = cast(nn.Module, trainer.strategy.model)
-    return {name for name, parameter in parameters.items() if _sharding.counts_here(parameter, model)}
-
-
-@contextmanager
-def _fp8_counts(module: nn.Module, plugin: Any) -> Generator[dict[str, list[Tensor]]]:
-    """Count the true gradients of fp8 layers that a cast to fp8 would round to zero or saturate.
-
-    Args:
-        module: A copy of the module whose step runs in fp32.
-        plugin: The precision plugin; a plugin of another class has no fp8 layers.
-
-    Yields:
-        For each layer the counts of :meth:`ScaledCast.losses`, one per call.
-
-    """
-    found: dict[str, list[Tensor]] = {}
-    chosen = may_run_in_fp8(dict(getattr(plugin, "fp8_layers", {})))
-    layers = {n: m for n, m in linear_layers(module).items() if n in chosen and m.weight.requires_grad}
-    handles: list[Any] = []
-    if layers:
-        cast = gradient_cast(plugin.fp8_recipe)
-
-        def count(name: str, gradient: Tensor) -> None:
-            found.setdefault(name, []).append(cast.losses(gradient))
-
-        def watch(name: str, layer: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled():
-                handles.append(output.register_hook(partial(count, name)))
-
-        handles += [layer.register_forward_hook(partial(watch, name)) for name, layer in layers.items()]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+    return {name for name, parameter in parameters.items() if counts_here(parameter, model)}
 
 
 def _over_all_ranks(trainer: Trainer, groups: Mapping[str, _Group]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the sums, [12 + bins], and the largest magnitude, [], of each row with gradients, on the host."""
+    """Return the sums, [9], and the largest magnitude, [], of each row with gradients, on the host."""
     device = trainer.strategy.root_device
     added, tops = (torch.stack(list(parts)) for parts in zip(*(g.add(device) for g in groups.values()), strict=True))
     if trainer.world_size > 1:
@@ -256,7 +206,6 @@ def _over_all_ranks(trainer: Trainer, groups: Mapping[str, _Group]) -> dict[str,
 def _row(step: int, name: str, scale: float, added: Tensor, top: Tensor, precision: str) -> GradientRow:
     _, nans, zero, subnormal, counted = added[:5].tolist()
     signal, energy, _, product = added[5:9].tolist()
-    underflow, saturated, reaching = added[9:12].tolist()
     number = max(counted, 1.0)
     norm_ratio = math.sqrt(energy / signal) if signal > 0 else math.nan
     top = torch.where(torch.tensor(nans > 0), torch.nan, top)
@@ -271,8 +220,6 @@ def _row(step: int, name: str, scale: float, added: Tensor, top: Tensor, precisi
         sqnr_db=float(fidelity(added[5:8])[0]),
         cosine=_cosine(signal, energy, product),
         largest=float(top),
-        fp8_underflow_fraction=underflow / reaching if reaching else None,
-        fp8_saturated_fraction=saturated / reaching if reaching else None,
         norm_ratio=norm_ratio if math.isfinite(norm_ratio) else math.nan,
         precision=precision,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_amp.casting import MatmulFlops
+from lightning_amp.measure import MatmulFlops
 from lightning_amp.shadow._training_pass import TrainingPass
 
 

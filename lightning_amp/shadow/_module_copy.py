@@ -25,9 +25,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import final
 
-from lightning_amp._compat import _lightning, _modules, _sharding
+from lightning_amp._compat import _modules, _sharding
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.shadow._failures import is_out_of_memory
+from lightning_amp.shadow._fsdp2 import shared_internals
 from lightning_amp.shadow._not_copied import NotCopied, Permission
 from lightning_amp.shadow._rebinding import MAPPINGS, rebind_closures
 
@@ -78,7 +79,7 @@ def copy_module(module: LightningModule, memo: dict[int, Any], *, upcast: bool =
         copier.share(module)
         result = copier.module(module, type(module).__name__)
         copier.bind([vars(copied) for copied in copier.modules])
-    _lightning.forget_metric_names(result)
+    _forget_metric_names(result)
     return cast(LightningModule, result)
 
 
@@ -93,7 +94,7 @@ def copy_attributes(module: nn.Module, model: nn.Module, memo: dict[int, Any], *
     """
     copier = _Copier(memo, in_fp32)
     named = [(name, one) for name, one in module.named_modules() if not _sharding.is_wrapper(one)]
-    shared = [*module.modules(), *module.parameters(), *_sharding.shared_internals(model)]
+    shared = [*module.modules(), *module.parameters(), *shared_internals(model)]
     memo.update({id(one): one for one in shared})
     with torch.inference_mode(False), torch.no_grad():
         copier.share(module)
@@ -208,7 +209,7 @@ class _Copier:
                     self.memo[id(reference)] = weakref.proxy(result)
             for name, child in module.named_children():
                 self.module(child, f"{path}.{name}")
-            state = _lightning.uncompiled_state(_state_of(module))
+            state = _uncompiled_state(_state_of(module))
             result.__setstate__({name: self.value(item, f"{path}.{name}") for name, item in state.items()})
         self.modules.append(result)
         return result
@@ -346,3 +347,28 @@ def _process_group_types() -> tuple[type, ...]:
     from torch.distributed.device_mesh import DeviceMesh
 
     return (torch.distributed.ProcessGroup, DeviceMesh)
+
+
+# Remove when Lightning drops the cache in copies.
+def _forget_metric_names(module: Any) -> None:
+    """Drop a copied module's cache of metric names, whose keys are the ids of the original's metrics."""
+    from lightning.pytorch import LightningModule
+
+    for child in module.modules():
+        if isinstance(child, LightningModule):
+            child._metric_attributes = None
+
+
+def _uncompiled_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a module without the changes of `torch.compile(LightningModule)`.
+
+    Lightning stores compiled functions, bound to the original module, as attributes that hide the methods. Remove when
+    `to_uncompiled` works on attributes, rather than on the module itself.
+    """
+    context = state.get("_compiler_ctx")
+    if not context:
+        return state
+    state = dict(state, _compiler_ctx=None)
+    for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
+        state[name] = context[f"original_{name}"]
+    return state

@@ -13,11 +13,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from typing_extensions import final
 
-from lightning_amp._compat import _fsdp1, _lightning, _modules, _sharding
+from lightning_amp._compat import _lightning, _modules, _sharding
 from lightning_amp.findings import ModuleRow
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage, follow_ddp_buffers
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._first_batches import FirstBatches
+from lightning_amp.shadow._fsdp1 import NotNowError
 from lightning_amp.shadow._output_comparison import OutputComparison, OutputTotals
 from lightning_amp.shadow._ranks import OtherRankFailedError
 from lightning_amp.shadow._surroundings import is_sharded
@@ -224,7 +225,7 @@ class PairedEvaluation:
             self._failed = True
             place = f"the fp32 pass of epoch {self._trainer.current_epoch}"
             failure = Failure.of(error, f"the module's {self._stage}", place)
-            passes = isinstance(error, (OtherRankFailedError, _fsdp1.NotNowError))
+            passes = isinstance(error, (OtherRankFailedError, NotNowError))
             self._fatal = not (failure.out_of_memory or passes)
             if isinstance(error, OtherRankFailedError):
                 return

@@ -25,15 +25,6 @@ def gather(trainer: Trainer, value: T) -> list[T]:
     return values
 
 
-def gather_on_zero(trainer: Trainer, value: T) -> list[T]:
-    """Return `value` of every rank on rank 0, an empty list on other ranks; all must call."""
-    if trainer.world_size == 1:
-        return [value]
-    values: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None
-    torch.distributed.gather_object(value, values)
-    return values or []
-
-
 @final
 class OtherRankFailedError(RuntimeError):
     """Another rank could not continue, so this rank must stop, too; the other rank has the original error."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 
@@ -17,9 +18,9 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 from typing_extensions import final
 
-from lightning_amp._compat import _lightning
 from lightning_amp.shadow._exchange import Exchange
 from lightning_amp.shadow._module_copy import copy_module
+from lightning_amp.shadow._own_results import own_results
 from lightning_amp.shadow._surroundings import is_sharded
 from lightning_amp.shadow._views import NOTHING, SilentProgressBar, View, replaying, silent_logger
 
@@ -77,17 +78,15 @@ class Shadow:
         if is_sharded(trainer):
             model = cast(nn.Module, trainer.strategy.model)
             self.exchange, self.module = (
-                Exchange(module, model, parameters, memo, in_fp32=upcast, limit=_lightning.timeout(trainer.strategy)),
+                Exchange(module, model, parameters, memo, in_fp32=upcast, limit=_timeout(trainer.strategy)),
                 module,
             )
             vars(view).update(model=model)
-            self._redirect = partial(_lightning.redirected_step, trainer.strategy) if model is not module else None
+            self._redirect = partial(_redirected_step, trainer.strategy) if model is not module else None
         else:
             self.module = copy_module(module, memo, upcast=upcast)
             vars(view).update(model=self.module)
-        _lightning.own_results(view, trainer, memo)
-        for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
-            view.compute(name, lambda name=name: _lightning.connector_metrics(view, name))
+        own_results(view, trainer, memo)
         vars(view).update(lightning_module=self.module)
         with self.active():
             self.module.trainer = cast(Trainer, view)
@@ -108,7 +107,7 @@ class Shadow:
         """
         with torch.compiler.set_stance("force_eager"):
             run = self._redirect if hook.endswith("_step") else None
-            return _lightning.call_module_hook(self.module, hook, *args, run=run)
+            return _call_hook(self.module, hook, *args, run=run)
 
     def close(self) -> None:
         """Remove the references between module and view, to free memory before the next garbage collection."""
@@ -143,3 +142,31 @@ class Reduce:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reduce:
         return self
+
+
+# Remove when the Trainer has a public way to call a hook.
+def _call_hook(module: Any, name: str, *args: Any, run: Callable[..., Any] | None = None) -> Any:
+    """Call a hook, and set `_current_fx_name` for it. `self.log` needs that name, and only the Trainer sets it.
+
+    `run`, if given, calls the hook, with the module, its name and the arguments.
+    """
+    previous = module._current_fx_name
+    module._current_fx_name = name
+    try:
+        return getattr(module, name)(*args) if run is None else run(module, name, *args)
+    finally:
+        module._current_fx_name = previous
+
+
+def _timeout(strategy: Any) -> timedelta:
+    """Return how long the ranks of a strategy wait for each other. Remove when strategies have a public attribute."""
+    found = getattr(strategy, "_timeout", None)
+    return found if found is not None else timedelta(minutes=30)
+
+
+def _redirected_step(strategy: Any, module: Any, name: str, *args: Any) -> Any:
+    """Call a step through the `forward` of the strategy's model, as the strategy does: FSDP1 gathers parameters there.
+
+    Remove when the strategy has a public way that does not enter the plugin's context.
+    """
+    return strategy._forward_redirection(strategy.model, module, name, *args)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules, _sharding
-from lightning_amp._user_line import Place, calling_line, is_users
+from lightning_amp._user_line import Place, is_users, owner_of
 from lightning_amp.findings import InaccurateDerivative
 from lightning_amp.numerics import fidelity, fidelity_sums
 
@@ -104,7 +104,7 @@ class StepWatch(TorchFunctionMode):
     def _grad(
         self, frame: FrameType | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        line = calling_line(frame)
+        line = _calling_line(frame)
         if line is None:
             return func(*args, **kwargs)
         gradients = (self._differentiate or func)(*args, **kwargs)
@@ -115,7 +115,7 @@ class StepWatch(TorchFunctionMode):
     def _clip(self, frame: FrameType | None, args: tuple[Any, ...]) -> None:
         scaled = {id(p.grad): p.grad for p in self._parameters if p.grad is not None and not self.is_true(p.grad)}
         clipped = [g for g in (args[0] if args and isinstance(args[0], (list, tuple)) else args) if id(g) in scaled]
-        line = calling_line(frame)
+        line = _calling_line(frame)
         if not clipped or line is None or self._factor == 1:
             return
         names: list[str] = []
@@ -153,3 +153,18 @@ def inaccurate_derivatives(fp32_run: StepWatch, amp_run: StepWatch) -> list[Inac
         if share > _ZERO_SHARE or not derivative.sqnr_db > _FAITHFUL_DB:
             found.setdefault(derivative.line, derivative)
     return list(found.values())
+
+
+def _calling_line(frame: FrameType | None) -> Place | None:
+    """Return the innermost line of the user's code in a frame or its callers.
+
+    It is `None` if a frame of this package is reached first.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if owner_of(file) == "ours":
+            return None
+        if is_users(file):
+            return Place(file, frame.f_lineno)
+        frame = frame.f_back
+    return None

@@ -17,12 +17,13 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from typing_extensions import final
 
-from lightning_amp._compat import _lightning, _modules, _sharding
+from lightning_amp._compat import _modules, _sharding
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._shadow import Shadow
 from lightning_amp.shadow._step_watch import StepWatch
 from lightning_amp.shadow._views import View, replaying
+from lightning_amp.shadow._watched_backward import watched_backward
 from lightning_amp.tracing import Fp32Draws, OperationWatch, RandomState, Trace, fp32_throughout, paired_random
 
 BOUNDARY = __file__
@@ -41,8 +42,7 @@ class TrainingPass:
         trainer: The trainer, inside a training epoch.
         module: The real module. Neither is changed.
         upcast: Convert half-precision parameters and buffers to float32, for a run in fp32.
-        precision: Our name of the step's precision, because a plugin that fell back goes on in another. Empty: the
-            present precision.
+        precision: Our name of the precision to run in. Empty: the present precision.
 
     Cost: building it copies the parameters, buffers and attributes. Running it is one forward and one backward.
     """
@@ -60,7 +60,7 @@ class TrainingPass:
         plugin = replaying(trainer.precision_plugin, clip_gradients=_do_nothing, unscale_=self._unscale)
         if isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler):
             vars(plugin).update(scaler=self._scaler(plugin.scaler))
-        stand_ins = _lightning.optimizer_attributes(trainer, self._stand_in)
+        stand_ins = _optimizer_attributes(trainer, self._stand_in)
         replaced = {
             "precision_plugin": plugin,
             "lr_scheduler_configs": [_idle_schedule(config) for config in trainer.lr_scheduler_configs],
@@ -214,7 +214,7 @@ class TrainingPass:
             self._watch.note_loss(loss)
         with torch.autocast(self._device_type, enabled=False), ExitStack() as watching:
             scaled = self._scaled(loss)
-            run = scaled.backward if self._watch is None else partial(_modules.watched_backward, scaled)
+            run = scaled.backward if self._watch is None else partial(watched_backward, scaled)
             if is_overridden("backward", self.module):  # which may enter a context, such as `loss_parallel`
                 if self._watch is not None:  # it calls `loss.backward`, where the watch would see no operation
                     vars(scaled)["backward"] = partial(_run, run)
@@ -305,3 +305,16 @@ def _idle_schedule(config: Any) -> Any:
     idle = copy.copy(config)
     idle.scheduler = View(config.scheduler, step=_do_nothing)
     return idle
+
+
+def _optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
+    """Return attributes for a view of a strategy in which `stand_in(optimizer)` replaces each optimizer.
+
+    `LightningModule.optimizers()` reads private attributes of the strategy. Remove when that method reads them from the
+    Trainer.
+    """
+    wrapped = trainer.strategy._lightning_optimizers
+    return {
+        "_lightning_optimizers": [stand_in(optimizer) for optimizer in wrapped],
+        "optimizers": [stand_in(optimizer) for optimizer in trainer.strategy.optimizers],
+    }

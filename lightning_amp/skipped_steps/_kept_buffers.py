@@ -1,46 +1,81 @@
 """Restore buffers after a skipped step: normalisation statistics, and the buffers in `restore_buffers`.
 
-A forward that overflows would leave inf or NaN in BatchNorm's running mean forever. A window begins after each
-attempted step, so with accumulation it has several batches. Its buffers are copied when it opens (one copy for all
-buffers of a dtype), and restored if its step is skipped.
+A forward that overflows would leave inf or NaN in BatchNorm's running mean forever. A window begins with the first
+training step after an attempted optimizer step, so with accumulation it has several batches. The buffers are copied
+when it begins, and restored if its step is skipped.
+
+If several optimizers step after the same forwards, they share a window. A skipped step then restores only the buffers
+of its own layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import final
 
-from lightning_amp._compat import _modules
+from lightning_amp._compat import _modules, _torch
 from lightning_amp.numerics import all_finite
-from lightning_amp.scaling import StepResult
+from lightning_amp.scaling import Skip, StepResult
 from lightning_amp.skipped_steps._named_buffers import BufferPlace
-from lightning_amp.skipped_steps._snapshots import Buffers, Snapshot
+
+_Part = tuple[Collection[int] | None, Collection[Optimizer]]
+"""Some buffers (`None`: all), and the optimizers whose skipped steps restore them."""
 
 
 @final
-@dataclass(frozen=True)
-class _Closed:
-    """No window: no training step has begun since the last attempt, or no optimizer step will follow.
+class _Snapshot:
+    """The tensors of some places at one time, and copies of their values: one flat tensor per device and dtype."""
 
-    `snapshot` equals the current values if no code has changed them since it was taken.
-    """
+    def __init__(self, places: Sequence[BufferPlace]) -> None:
+        # read again each time, because SWA's BatchNorm update and user code replace the tensors
+        self.tensors = {i: tensor for i, place in enumerate(places) if (tensor := place.read()) is not None}
+        self.version = _version(places)
+        groups: dict[Any, list[int]] = {}
+        for i, tensor in self.tensors.items():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(i)
+        with torch.no_grad():
+            flats = [torch.cat([self.tensors[i].reshape(-1) for i in indices]) for indices in groups.values()]
+        self._flats = list(zip(groups.values(), flats, strict=True))
 
-    snapshot: Snapshot | None = None
+    def copies(self, part: Collection[int] | None = None) -> list[tuple[list[int], Tensor]]:
+        """Return flat copies, with the buffers that each holds: one for each buffer of a part, or few for all."""
+        if part is None:
+            return self._flats
+        pairs = [
+            pair for indices, flat in self._flats for pair in zip(indices, self._split(indices, flat), strict=True)
+        ]
+        return [([i], copy.view(-1)) for i, copy in pairs if i in part]
+
+    def floating(self, part: Collection[int] | None = None) -> list[Tensor]:
+        """Return the copies that may hold inf or NaN."""
+        return [copy for _, copy in self.copies(part) if copy.is_floating_point()]
+
+    def _split(self, indices: list[int], flat: Tensor) -> list[Tensor]:
+        tensors = [self.tensors[i] for i in indices]
+        return [v.view(t.shape) for v, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+
+    def write(self, indices: list[int], flat: Tensor, *, unseen: bool) -> None:
+        """Write values into the tensors, `unseen` by autograd or not."""
+        targets = [self.tensors[i].data if unseen else self.tensors[i] for i in indices]
+        _torch.foreach_copy_(targets, self._split(indices, flat))
 
 
 @final
-@dataclass(frozen=True)
-class _Open:
-    """An open window, with the values from before the window.
+@dataclass
+class _Window:
+    """The steps after the same forwards, and the buffers `before` and, once they are needed, `after` these forwards."""
 
-    `will_step`: the window had a backward, so an optimizer step will follow.
-    """
-
-    snapshot: Snapshot
-    will_step: bool = False
+    before: _Snapshot
+    after: _Snapshot | None = None
+    results: dict[Optimizer, StepResult] = field(default_factory=dict)
 
 
 @final
@@ -48,106 +83,135 @@ class KeptBuffers:
     """Buffers of one kind. Their values are the same as in a run without the batches of skipped steps.
 
     `counted`: each write moves autograd's version counter, as in torch's own layers. User code may also write through
-    `.data`, which does not change the counter.
+    `.data`, which does not change the counter. Autograd does not see that counted buffers are restored: the forward of
+    a normalisation layer in training mode saves its running statistics, and its backward does not read them. A restore
+    that is seen would make the backward of a GAN's generator fail after the discriminator's step was skipped.
     """
 
-    def __init__(self, places: Sequence[BufferPlace], *, counted: bool) -> None:
-        self._places, self._counted = places, counted
-        self._window: _Closed | _Open = _Closed()
-        self._had_backward = False  # whether this training step had a backward
-        # the values of the last attempt, and the version after it
-        self._last_attempt: tuple[Snapshot, int] | None = None
-        self._spare: Snapshot | None = None  # is not needed any more; its memory is reused
-
-    def __bool__(self) -> bool:
-        return bool(self._places)
+    def __init__(self, root: nn.Module, places: Sequence[BufferPlace], *, counted: bool) -> None:
+        self._root, self._places, self._counted = root, places, counted
+        self._parts: dict[tuple[Optimizer, ...], list[_Part]] = {}
+        self._before: _Snapshot | None = None  # the buffers before the open window; `None` if none is open
+        self._latest: _Window | None = None  # the window of the last attempt
+        self._seen_version = 0  # after that attempt
+        self._entered = False  # whether a training step has begun since
+        self._will_step = False  # whether the open window had a backward, so that an optimizer step will follow
+        self._had_backward = False  # whether this training step had one
 
     def enter_step(self) -> None:
         """Copy the buffers if a window opens with this training step."""
         self.settle()  # the previous step, if it had no backward, because no flag will show whether it was finite
-        if isinstance(self._window, _Closed):
-            self._window = _Open(self._snapshot_now(self._window.snapshot))
-        self._had_backward = False
+        if self._before is None:
+            self._before = _Snapshot(self._places)
+        self._entered, self._had_backward = True, False
 
     def note_backward(self) -> None:
         """Record that the training step had a backward."""
-        self._had_backward = True
-        if isinstance(self._window, _Open) and not self._window.will_step:
-            self._window = _Open(self._window.snapshot, will_step=True)
+        self._had_backward = self._will_step = True
 
     def settle(self) -> None:
         """Restore the buffers if a step without a backward left non-finite values (SWA's BatchNorm pass)."""
-        window = self._window
-        if isinstance(window, _Closed) or self._had_backward:
+        before = self._before
+        if before is None or self._had_backward:
             return
-        written = not self._counted or _version(self._buffers()) != window.snapshot.version
-        if written:
-            window.snapshot.restore_unless_finite(self._places)
-        if not window.will_step:
-            self._window = _Closed(None if written else window.snapshot)
+        if not self._counted or before.version != _version(self._places):
+            after = _Snapshot(self._places)
+            if floating := after.floating():
+                bad = all_finite(before.floating()) & all_finite(floating).logical_not()
+                self._choose(before, after, None, Skip(bad))
+        if not self._will_step:
+            self._before = None
 
     def mend(self, state_dict: dict[str, Any]) -> None:
         """Replace non-finite values of an overflow in a checkpoint; see `SkipProtection.mend`."""
-        if isinstance(self._window, _Closed):
+        found = {i: state_dict.get(place.qualified) for i, place in enumerate(self._places)}
+        entries = {i: entry for i, entry in found.items() if entry is not None}  # some buffers are not saved
+        before = self._before
+        if before is None or all_finite(entries.values()) or not all_finite(before.floating()):
             return
-        snapshot = self._window.snapshot
-        names = [place.qualified for place in self._places]
-        entries = [state_dict.get(name) for name in names]  # some buffers are not saved
-        if all_finite(e for e in entries if e is not None) or not snapshot.is_finite():
+        for [i], copy in before.copies(entries):
+            if entries[i].shape == before.tensors[i].shape:
+                state_dict[self._places[i].qualified] = copy.view(entries[i].shape).clone()
+
+    def observe(self, optimizer: Optimizer, result: StepResult, *, manual: bool) -> None:
+        """Restore buffers if the step was skipped. `manual`: more forwards may follow in this training step."""
+        window = self._latest
+        if window is None or not self._is_shared(window, optimizer):
+            if not result.skip.known:
+                self.settle()  # without a new backward, the flag is not about the last forward
+            window = self._latest = None if self._before is None else _Window(self._before)
+        if window is not None:
+            window.results[optimizer] = result
+            self._restore(window)
+        self._seen_version = _version(self._places)
+        self._entered = self._will_step = self._had_backward = False
+        self._before = _Snapshot(self._places) if manual else None
+
+    def _is_shared(self, window: _Window, optimizer: Optimizer) -> bool:
+        """Return whether no forward has run since the last attempt, as in the order backward, backward, step, step."""
+        same_step = not self._will_step or (self._counted and not self._entered)
+        return same_step and optimizer not in window.results and self._seen_version == _version(self._places)
+
+    @torch.no_grad()
+    def _restore(self, window: _Window) -> None:
+        """Give each buffer the value that follows from all steps of the window so far."""
+        results = window.results
+        doubt = reduce(or_, (skip for result in results.values() for skip in (result.skip, result.bad_loss)))
+        if window.after is None:
+            if doubt.known is False:
+                return
+            window.after = _Snapshot(self._places)
+        for part, owners in self._parts_of(tuple(results)):
+            skip = reduce(or_, (results[owner].skip for owner in owners))
+            if not skip.known and (floating := window.after.floating(part)):  # NaN would stay in the buffers forever
+                bad = all_finite(floating).logical_not()
+                skip |= Skip(bad & (doubt.flag(bad.device) > 0))
+            self._choose(window.before, window.after, part, skip)
+
+    @torch.no_grad()
+    def _choose(self, before: _Snapshot, after: _Snapshot, part: Collection[int] | None, skip: Skip) -> None:
+        """Give a part of the buffers their values `before` if `skip`, else those `after`.
+
+        The device decides. The host waits for the flag only if a tensor was replaced.
+        """
+        where = range(len(self._places)) if part is None else part
+        if skip.known is None and all(before.tensors.get(i) is after.tensors.get(i) for i in where):
+            for (indices, old), (_, new) in zip(before.copies(part), after.copies(part), strict=True):
+                # `where`, not `lerp`: NaN times 0 is NaN
+                values = torch.where(skip.flag(old.device) > 0, old, new)
+                before.write(indices, values, unseen=self._counted)
             return
-        for name, entry, value in zip(names, entries, snapshot.copies(), strict=True):
-            if entry is not None and value is not None and entry.shape == value.shape:
-                state_dict[name] = value
+        chosen = before if skip.wait() else after
+        for i in where:
+            if self._places[i].read() is not chosen.tensors.get(i):
+                setattr(self._places[i].module, self._places[i].name, chosen.tensors.get(i))
+        for indices, values in chosen.copies(part):
+            chosen.write(indices, values, unseen=self._counted)
 
-    def observe(self, result: StepResult, inside_step: bool) -> None:
-        """Restore buffers if the step was skipped. `inside_step`: more forwards may follow in this training step."""
-        skip = result.skip
-        if not skip.known:
-            self.settle()  # without a new backward, the flag is not about the last forward
-        basis = self._basis()
-        if basis is None:
-            return
-        if skip.known:
-            basis.restore(self._places)
-        else:  # the step was applied since its gradients were repaired, but NaN would stay in the buffers forever
-            bad_loss = result.bad_loss
-            if skip.known is None or bad_loss.known is None:
-                basis.restore_where(self._places, skip, bad_loss)
-            elif bad_loss.known:
-                basis.restore_unless_finite(self._places)
-        if self._last_attempt is not None and self._last_attempt[0] is not basis:
-            self._spare = self._last_attempt[0]
-        self._last_attempt = basis, _version(self._buffers())
-        self._had_backward = False
-        self._window = _Open(self._snapshot_now()) if inside_step else _Closed()
-
-    def _basis(self) -> Snapshot | None:
-        """Return the values from before the forward that belongs to this step; `None` if they are not known."""
-        if self._last_attempt is not None and (self._counted or not self._had_backward):
-            basis, version = self._last_attempt
-            # no forward has run since, as in the order backward, backward, step, step
-            if version == _version(self._buffers()):
-                return basis
-        return self._window.snapshot
-
-    def _snapshot_now(self, kept: Snapshot | None = None) -> Snapshot:
-        """Return a copy of the current values. Reuse `kept`, or its memory, if possible."""
-        buffers = self._buffers()
-        version = _version(buffers)
-        if kept is not None and kept.version == version and self._counted:
-            return kept
-        if kept is None:
-            kept, self._spare = self._spare, None
-        if kept is None or not kept.is_of(buffers):
-            kept = Snapshot(buffers, is_unseen=self._counted)
-        kept.take(version)
-        return kept
-
-    def _buffers(self) -> Buffers:
-        # read again each time, because SWA's BatchNorm update and user code replace the tensors
-        return [place.read() for place in self._places]
+    def _parts_of(self, optimizers: tuple[Optimizer, ...]) -> list[_Part]:
+        """Divide the buffers by the optimizers of the nearest parameters in the tree of modules."""
+        if len(optimizers) == 1:
+            return [(None, optimizers)]
+        if optimizers not in self._parts:
+            below: dict[str, set[Optimizer]] = {}
+            owners = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
+            for name, parameter in self._root.named_parameters(remove_duplicate=False):
+                for prefix in _prefixes(name) if id(parameter) in owners else ():
+                    below.setdefault(prefix, set()).add(owners[id(parameter)])
+            parts: dict[frozenset[Optimizer], set[int]] = {}
+            for i, place in enumerate(self._places):
+                nearest = next((below[prefix] for prefix in _prefixes(place.qualified) if prefix in below), optimizers)
+                parts.setdefault(frozenset(nearest), set()).add(i)
+            self._parts[optimizers] = [(part if len(parts) > 1 else None, theirs) for theirs, part in parts.items()]
+        return self._parts[optimizers]
 
 
-def _version(buffers: Buffers) -> int:
-    """Return a number that increases with every in-place change of any buffer, and changes if a buffer is replaced."""
-    return sum(_modules.version(b) for b in buffers if b is not None) + sum(map(id, buffers))
+def _version(places: Sequence[BufferPlace]) -> int:
+    """Return a number that increases with every in-place change of any buffer, and changes if a tensor is replaced."""
+    tensors = [place.read() for place in places]
+    return sum(_modules.version(tensor) + id(tensor) for tensor in tensors if tensor is not None)
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return the names of the modules around a parameter or buffer, the nearest first."""
+    return [name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1)] + [""]

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
-from typing_extensions import final
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from typing_extensions import final, override
 
-from lightning_amp.scaling import StepResult
-from lightning_amp.skipped_steps._averages import HeldAverages
+from lightning_amp._compat import _lightning
+from lightning_amp.casting import MethodOverride
+from lightning_amp.scaling import Hold, Skip, StepResult
 from lightning_amp.skipped_steps._kept_buffers import KeptBuffers
 from lightning_amp.skipped_steps._named_buffers import BufferPlace, norm_places
-from lightning_amp.skipped_steps._schedules import HeldSchedules
 
 
 @final
 class SkipProtection:
     """Holds back schedules and averaged weights, and restores buffers, after each skipped step.
+
+    A schedule per step and a `WeightAveraging` do not advance if all steps since their last advance were skipped. In
+    automatic optimization, schedules with interval "epoch" and plateau schedules are left alone. So is
+    `StochasticWeightAveraging`, which averages once per epoch.
 
     Args:
         module: The user's module.
@@ -32,47 +39,67 @@ class SkipProtection:
     """
 
     def __init__(self, module: LightningModule, named: Sequence[BufferPlace] = (), *, on: bool = True) -> None:
-        self._module, self._named = module, named
-        self._inside_manual_step = False
-        self._schedules = HeldSchedules(module)
-        self._averages = HeldAverages(module.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
-        self._buffers: list[KeptBuffers] = []
-        self._on = self.active = False
-        if on:
-            self._attach()
+        self._module, self._on = module, on
+        overrides = on and is_overridden("lr_scheduler_step", module)
+        self._scheduler_step = _SchedulerStep(module, "lr_scheduler_step") if overrides else None
+        if self._scheduler_step is not None:
+            self._scheduler_step.install()
+        self._rates_are_read = any(map(_reads_rates, (*self._callbacks, module)))
+        self._holds: dict[int, Hold] = {}
+        both = (norm_places(module), True), (named, False)
+        self._buffers = [KeptBuffers(module, places, counted=counted) for places, counted in both if places and on]
+        self._attach()
+
+    @property
+    def _callbacks(self) -> list[Callback]:
+        return self._module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
     def _attach(self) -> None:
-        self._schedules.attach()  # some schedulers are made or replaced during a fit
-        if not self._on:
-            self._on = True
-            self._averages.attach()
-            both = KeptBuffers(norm_places(self._module), counted=True), KeptBuffers(self._named, counted=False)
-            self._buffers = [buffers for buffers in both if buffers]
-        self.active = bool(self._schedules or self._averages or self._buffers)
+        held = {id(target): (target, *how) for target, *how in (self._to_hold() if self._on else ())}
+        for key in self._holds.keys() - held.keys():
+            self._holds.pop(key).close()
+        for key in held.keys() - self._holds.keys():
+            self._holds[key] = hold = Hold(*held[key])
+            if isinstance(hold.target, Callback):
+                hold.observe(None, Skip.YES)  # no step so far
+        self.active = bool(self._holds or self._buffers)
+
+    def _to_hold(self) -> Iterator[tuple[Any, ...]]:
+        """Return the arguments of all holds. Schedules and callbacks are made or replaced during a fit."""
+        averages = [callback for callback in self._callbacks if _lightning.is_weight_averaging(callback)]
+        yield from ((average, ["should_update"], _no_update) for average in averages)
+        for finder in filter(_lightning.is_lr_finder, self._callbacks):
+            yield finder, ["on_train_batch_end"], _lightning.without_lr_finder_result
+            return  # its schedule goes on, since it must not try a rate twice
+        schedulers = [c.scheduler for c in self._module.trainer.strategy.lr_scheduler_configs if self._is_per_step(c)]
+        yield from ((scheduler, ["step"]) for scheduler in schedulers if isinstance(scheduler, LRScheduler))
+        if schedulers and self._scheduler_step is not None:
+            yield self._scheduler_step, ["__call__"], self._step_others
+
+    def _is_per_step(self, config: Any) -> bool:
+        plateau = config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau)
+        return not plateau and (not self._module.automatic_optimization or config.interval == "step")
+
+    def _step_others(self, call: Callable[..., Any], scheduler: Any, metric: Any) -> None:
+        configs = self._module.trainer.strategy.lr_scheduler_configs
+        if not any(self._is_per_step(config) for config in configs if config.scheduler is scheduler):
+            call(scheduler, metric)
 
     def host_must_know(self, optimizer: Optimizer) -> bool:
         """Return whether the host needs the skip flag right after the step of this optimizer."""
-        return bool(self._averages) or self._schedules.host_must_know(optimizer)
+        at_once = [hold for hold in self._holds.values() if self._rates_are_read or not hold.notes]
+        return any(hold.optimizer is None or hold.optimizer is optimizer for hold in at_once)
 
     @property
     def asks_for_loss(self) -> bool:
         """Return whether steps must report a non-finite loss: it leaves NaN in buffers even if they are applied."""
         return bool(self._buffers)
 
-    def enter_step(self, manual: bool, *, on: bool = True) -> None:
-        """Prepare for a training step. With `on=False`, steps can no longer be skipped, so nothing is protected."""
-        if not on:
-            if self._on:
-                self.detach()
-            return
-        self._inside_manual_step = manual
+    def enter_step(self) -> None:
+        """Prepare for a training step."""
         self._attach()
         for buffers in self._buffers:
             buffers.enter_step()
-
-    def leave_step(self) -> None:
-        """Record the end of a training step. In automatic optimization its backward and optimizer step come later."""
-        self._inside_manual_step = False
 
     def note_backward(self) -> None:
         """Record that the training step had a backward, so an optimizer step will follow."""
@@ -80,16 +107,17 @@ class SkipProtection:
             buffers.note_backward()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Decide the pending schedule steps of an optimizer that is about to step."""
-        self._schedules.before_step(optimizer)
+        """Decide the noted schedule steps of an optimizer that is about to step, and needs its learning rate now."""
+        for hold in self._holds.values():
+            if hold.optimizer is optimizer:
+                hold.resolve()
 
     def observe(self, optimizer: Optimizer, result: StepResult) -> None:
         """Undo the step in schedules, averaged weights and buffers if it was skipped."""
-        self._schedules.observe(optimizer, result.skip)
-        if self._averages:
-            self._averages.observe(result.skip)
+        for hold in self._holds.values():
+            hold.observe(optimizer, result.skip)
         for buffers in self._buffers:
-            buffers.observe(result, self._inside_manual_step)
+            buffers.observe(optimizer, result, manual=not self._module.automatic_optimization)
 
     def settle(self) -> None:
         """Remove non-finite values from buffers before validation or a checkpoint reads them."""
@@ -108,7 +136,33 @@ class SkipProtection:
     def detach(self) -> None:
         """Restore the user's objects."""
         self.settle()
-        self._buffers = []
+        for hold in self._holds.values():
+            hold.close()
+        if self._scheduler_step is not None:
+            self._scheduler_step.restore()
+        self._holds, self._buffers = {}, []
         self._on = self.active = False
-        self._schedules.detach()
-        self._averages.detach()
+
+
+@final
+class _SchedulerStep(MethodOverride):
+    """A user's `lr_scheduler_step`, which may call other methods of a scheduler, such as timm's `step_update`."""
+
+    @override
+    def __call__(self, scheduler: Any, metric: Any) -> None:
+        self.inner(scheduler, metric)
+
+
+def _no_update(call: Callable[..., Any], step_idx: int | None = None, epoch_idx: int | None = None) -> Any:
+    """Stand for `should_update` of an average. Its update at the end of an epoch is not held."""
+    return False if step_idx is not None else call(epoch_idx=epoch_idx)
+
+
+def _reads_rates(owner: Callback | LightningModule) -> bool:
+    """Return whether Lightning's monitor or a user's hook in `owner` may read `param_groups` between two steps."""
+    if isinstance(owner, LearningRateMonitor):
+        return True
+    if type(owner).__module__.startswith(("lightning.", "lightning_amp.")):
+        return False
+    base = Callback if isinstance(owner, Callback) else LightningModule
+    return any(is_overridden(name, owner, base) for name in ("on_train_batch_start", "on_train_batch_end"))

@@ -1,10 +1,9 @@
-"""Find the first non-finite value of a forward and backward, and replay the step in which it occurred. Plain torch.
+"""Find the first non-finite value of a forward and backward. Plain torch.
 
 Read `_diagnosis.py` first.
 """
 
 from lightning_amp.findings import Diagnosis, Operation
-from lightning_amp.tracing._bundles import make_bundle
 from lightning_amp.tracing._conditions import RandomState, fp32_switches, full_precision, paired_random, reduces_fp32
 from lightning_amp.tracing._diagnosis import (
     blamed_in_fp32,
@@ -27,7 +26,6 @@ from lightning_amp.tracing._operations import (
     plain,
 )
 from lightning_amp.tracing._places import Place, called_by_optimizer, running_place, user_place
-from lightning_amp.tracing._replay import replay
 from lightning_amp.tracing._trace import GradientPlace, Trace, magnitudes
 
 __all__ = [
@@ -58,13 +56,11 @@ __all__ = [
     "fp32_throughout",
     "full_precision",
     "magnitudes",
-    "make_bundle",
     "nonfinite_entries",
     "operation",
     "paired_random",
     "plain",
     "reduces_fp32",
-    "replay",
     "running_place",
     "user_place",
 ]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import final
-
-from lightning_amp._compat import _torch
 
 
 @final
@@ -45,27 +43,6 @@ class RandomState(NamedTuple):
         if self.accelerator is not None:
             _accelerator_random(device_type, "set_rng_state", self.accelerator)
 
-    def pack(self) -> dict[str, Any]:
-        """Return tensors and plain numbers, which load with `weights_only=True`."""
-        numpy = None if self.numpy is None else [self.numpy[0], torch.tensor(self.numpy[1].tolist()), *self.numpy[2:]]
-        states = [self.accelerator] if isinstance(self.accelerator, Tensor) else self.accelerator
-        return {"python": self.python, "numpy": numpy, "cpu": self.cpu, "accelerator": states}
-
-    @classmethod
-    def unpack(cls, packed: Mapping[str, Any], device_type: str) -> RandomState:
-        """Read what :meth:`pack` returned, even if this machine has more or fewer devices."""
-        version, numbers, gauss = packed["python"]
-        numpy: Any = None
-        if packed["numpy"] is not None:
-            name, keys, *rest = packed["numpy"]
-            numpy = name, keys.tolist(), *rest
-        states: Any = packed["accelerator"] or None
-        if states is not None and device_type != "cpu":
-            backend = torch.get_device_module(device_type)
-            states = [states[min(i, len(states) - 1)].cpu() for i in range(backend.device_count())]
-            states = states if hasattr(backend, "set_rng_state_all") else states[0]
-        return cls((version, tuple(numbers), gauss), numpy, packed["cpu"], states)
-
 
 def _accelerator_random(device_type: str, name: str, *args: Any) -> Any:
     if device_type == "cpu":
@@ -90,7 +67,7 @@ def paired_random(device_type: str, start: RandomState | None = None) -> Generat
 def fp32_switches() -> tuple[Any, ...]:
     """Return the objects with an `fp32_precision`: matrix products, convolutions and recurrent layers, by library."""
     backends: Any = torch.backends
-    return _torch.older_fp32_switches() or (
+    return _older_fp32_switches() or (
         backends.cuda.matmul,
         backends.cudnn.conv,
         backends.cudnn.rnn,
@@ -102,7 +79,7 @@ def fp32_switches() -> tuple[Any, ...]:
 
 def reduces_fp32(device_type: str) -> bool:
     """Return whether torch may compute fp32 matrix products on this type of device in TF32 or bf16 now."""
-    switches = _torch.older_fp32_switches()
+    switches = _older_fp32_switches()
     backends: Any = torch.backends
     switch = switches[0] if switches else (backends.mkldnn if device_type == "cpu" else backends.cuda).matmul
     return switch.fp32_precision not in ("ieee", "none")
@@ -127,3 +104,37 @@ def full_precision(device_type: str) -> Generator[None]:
             switch.fp32_precision = "none"
             if switch.fp32_precision != precision:
                 switch.fp32_precision = precision
+
+
+# Remove when torch 2.9, which has `fp32_precision`, is the oldest supported.
+def _older_fp32_switches() -> tuple[Any, ...]:
+    """Return substitutes for the switches `fp32_precision` up to torch 2.8, and nothing from torch 2.9 on."""
+    return () if hasattr(torch.backends, "fp32_precision") else (_OlderMatmul(), _OlderCudnn())
+
+
+@final
+class _OlderMatmul:
+    """`torch.set_float32_matmul_precision` as a switch, for cuBLAS and, with "medium", oneDNN."""
+
+    @property
+    def fp32_precision(self) -> str:
+        precision = torch.get_float32_matmul_precision()
+        return "ieee" if precision == "highest" else precision
+
+    @fp32_precision.setter
+    def fp32_precision(self, precision: str) -> None:
+        words = {"ieee": "highest", "none": "highest", "tf32": "high"}
+        torch.set_float32_matmul_precision(words.get(precision, precision))
+
+
+@final
+class _OlderCudnn:
+    """`torch.backends.cudnn.allow_tf32`, for convolutions and recurrent layers, as a switch."""
+
+    @property
+    def fp32_precision(self) -> str:
+        return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+
+    @fp32_precision.setter
+    def fp32_precision(self, precision: str) -> None:
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,16 +98,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 # -- the operation -----------------------------------------------------------------------------------------------------
-
-
-def with_operation(module: nn.Module, found: Diagnosis, watch: OperationWatch) -> Diagnosis:
-    """Add the operation to a diagnosis of a step that ran once only."""
-    culprit: OperationCall | BackwardCall | None = None
-    if found.cause == "backward":
-        culprit = watch.first_backward
-    elif found.cause in ("forward", "loss"):
-        culprit = blamed_in_fp32(watch.made_loss, watch.bad)
-    return found if culprit is None else replace(found, operation=operation(module, culprit))
 
 
 def blamed_in_half(half: OperationWatch, fp32: OperationWatch, made_loss: OperationCall | None) -> OperationCall | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import final, override
 
-from lightning_amp._compat import _aten, _modules
+from lightning_amp._compat import _modules
 from lightning_amp._containers import to_fp32
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.tracing._conditions import full_precision
@@ -66,7 +66,7 @@ def _kept(func: Any) -> frozenset[int | str] | None:
     """
     if _is_drawn(func) or func is torch.ops.aten.view.dtype or getattr(func, "namespace", "") in ("c10d", "fsdp"):
         return None
-    return _aten.viewed_or_written(func)
+    return _viewed_or_written(func)
 
 
 @final
@@ -89,7 +89,7 @@ class Fp32Draws(_modules.DispatchMode):
             return func(*args, **kwargs)
         if func.overloadpacket.__name__.endswith("_like"):
             return func(like.float(), *args[1:], **kwargs).to(like.dtype)
-        if _aten.viewed_or_written(func):  # in place
+        if _viewed_or_written(func):  # in place
             return like.copy_(func(like.float(), *args[1:], **kwargs))
         return func(*args, **kwargs)
 
@@ -104,3 +104,14 @@ def _in_fp32(argument: Any) -> Any:
     if isinstance(argument, torch.dtype):
         return torch.float32 if argument in HALF_DTYPES else argument
     return to_fp32(argument, HALF_DTYPES) if isinstance(argument, (list, tuple)) else argument
+
+
+@functools.cache
+def _viewed_or_written(operation: Any) -> frozenset[int | str]:
+    """Return the arguments, by position and by name, whose memory an operation returns or writes to.
+
+    Remove when an operation's schema has a public name.
+    """
+    schema = getattr(operation, "_schema", None)  # a higher-order operator has no schema
+    arguments = [] if schema is None else enumerate(schema.arguments)
+    return frozenset(key for i, one in arguments if one.alias_info is not None for key in (i, one.name))

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import final, override
 
-from lightning_amp._compat import _collectives, _modules, _sharding
+from lightning_amp._compat import _modules, _sharding
 from lightning_amp._containers import replace, tensors_in
 from lightning_amp._user_line import Place
 from lightning_amp.numerics import extremes, is_finite, output_sums, outside_modes
@@ -186,7 +186,7 @@ class OperationWatch(TorchFunctionMode):
             return
         call.gives(outputs[0].dtype)
         if call.is_collective:
-            outputs = [*map(_collectives.arrived, outputs)]
+            outputs = [*map(_arrived, outputs)]
         self._made.update(dict.fromkeys(outputs, call))
         if call.key in self._wanted or not all(map(is_finite, outputs)):
             self._measure(call, inputs, outputs, args, kwargs)
@@ -265,7 +265,7 @@ class OperationWatch(TorchFunctionMode):
                 name = node.name().removesuffix("Backward").removesuffix("Backward0")
                 call = OperationCall(
                     Key(name, place, -1), self._number, None, FUNCTION if own else name,
-                    is_collective=_collectives.is_function_of_torch(node),
+                    is_collective=_is_function_of_torch(node),
                 )  # fmt: skip
                 self._claim(node, call)
 
@@ -315,3 +315,21 @@ def _is_bad(tensor: Tensor, *, poles: bool = False) -> bool:
     """Return whether a value is NaN or plus infinity; at a pole minus infinity counts too, because it is no mask."""
     ends = [end.item() for end in extremes(tensor)]
     return not all(math.isfinite(end) if poles else end < math.inf for end in ends)
+
+
+def _is_function_of_torch(node: Any) -> bool:
+    """Return whether an autograd node is a Function that torch wrote for collective operations.
+
+    Remove when torch tags collective operations.
+    """
+    forward = getattr(type(node), "_forward_cls", None)
+    return str(getattr(forward, "__module__", "")).startswith("torch.distributed.")
+
+
+@torch.no_grad()
+def _arrived(result: Tensor) -> Tensor:
+    """Wait until a result has arrived, if a functional collective operation made it. It stays the same tensor.
+
+    Remove when torch exports `wait_tensor`.
+    """
+    return torch.ops._c10d_functional.wait_tensor(result)

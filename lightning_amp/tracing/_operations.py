@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from typing_extensions import final
 
-from lightning_amp._compat import _collectives
-
 # -- names -------------------------------------------------------------------------------------------------------------
 
 _PLAIN_NAMES = {
@@ -92,7 +90,7 @@ def known_operation(func: Any) -> Known | None:
         return None
     name = f"{name}_" if in_place else name
     known_as = "reciprocal" if written in _REVERSED else name
-    return Known(name, known_as, written, in_place or name == "assignment", _collectives.takes_values_of_others(func))
+    return Known(name, known_as, written, in_place or name == "assignment", _takes_values_of_others(func))
 
 
 def plain(name: str) -> str:
@@ -166,3 +164,13 @@ def distance_from_end(name: str, value: Tensor) -> Tensor:
     if plain(name) == "logit":
         return torch.minimum(value, 1 - value)
     return value + 1 if plain(name) == "log1p" else value
+
+
+def _takes_values_of_others(operation: Any) -> bool:
+    """Return whether the result of an operation depends on values of other ranks.
+
+    Remove when torch tags collective operations.
+    """
+    module, name = str(getattr(operation, "__module__", "")), str(getattr(operation, "__name__", ""))
+    is_collective = module.startswith(("torch._ops._c10d_functional", "torch.distributed.distributed_c10d"))
+    return is_collective and not name.startswith(("wait_tensor", "_wrap_tensor"))

@@ -185,7 +185,7 @@ class Trace(TorchFunctionMode):
             self._in_derivative = False
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._in_backward or _sharding.is_redirected(module):  # activation checkpointing runs forwards again
+        if self._in_backward or _is_redirected(module):  # activation checkpointing runs forwards again
             return
         for own_name, parameter_name in self._own_parameters.get(module, ()):
             # FSDP replaces its shards, whose hooks are not called, by gathered parameters for the forward
@@ -314,3 +314,11 @@ def _first(ends: Sequence[Sequence[Tensor]], is_good: Callable[[float], bool]) -
 
 def _is_no_overflow(value: float) -> bool:
     return value < math.inf
+
+
+def _is_redirected(module: Any) -> bool:
+    """Return whether the next call of a module's `forward` runs a step, as Lightning arranges for FSDP1.
+
+    Remove when FSDP1 is removed from torch.
+    """
+    return getattr(vars(module).get("forward"), "__qualname__", "").startswith("_ForwardRedirection")

@@ -7,8 +7,8 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import partial, update_wrapper
 from numbers import Integral
 from pathlib import Path
 from statistics import median
@@ -32,7 +32,7 @@ from typing_extensions import final, override
 
 from lightning_amp._compat._messages import FRAME, OUT_OF_MEMORY
 from lightning_amp._user_line import is_own_project
-from lightning_amp.compare import ArmSpec, Task, num_rows, run_in_process
+from lightning_amp.compare import Run, Spec, num_rows, run_in_process
 from lightning_amp.measure import is_settled
 from lightning_amp.shadow import remove_callbacks
 from lightning_amp.tune._batch_sizes import Measurement
@@ -84,25 +84,26 @@ class Facts:
 
 
 def run_once(
-    arm: ArmSpec,
+    arm: Spec,
     factories: tuple[Callable[[], Any], Callable[[], Any]],
     size: int | None,
     trainer_kwargs: Mapping[str, Any],
     folder: Path,
     on_progress: Callable[[float | None, str], None],
-) -> tuple[Any, Facts]:
+) -> tuple[Run, Facts]:
     """Train at a batch size, or at the user's own one if it is `None`; return the record of the run and its facts."""
     facts = folder / "facts.json"
     make_module, make_data = WithBatchSize(factories[0], size, is_first=True), WithBatchSize(factories[1], size)
     kwargs = short_trainer(trainer_kwargs, Probe(str(facts)))
-    run = run_in_process(Task(arm.label, 0, arm, False, make_module, make_data, kwargs, str(folder)), on_progress)
+    spec = replace(arm, make_module=make_module, make_data=make_data, trainer_kwargs=kwargs, folder=str(folder))
+    run = run_in_process(spec, on_progress)
     if not facts.exists():
         return run, Facts()
     data: Any = json.loads(facts.read_text(encoding="utf-8"))
     return run, Facts(**data | {"rates": tuple(map(tuple, data["rates"]))})
 
 
-def measurement(run: Any, facts: Facts, size: int) -> Measurement:
+def measurement(run: Run, facts: Facts, size: int) -> Measurement:
     """Return what a run at `size` held, and its speed; a run with an error ran out of memory."""
     if run.error is not None:
         return Measurement(size, math.inf, math.nan)
@@ -112,12 +113,12 @@ def measurement(run: Any, facts: Facts, size: int) -> Measurement:
     return Measurement(size, held, size / median(run.step_s) if run.step_s else math.nan)
 
 
-def is_out_of_memory(run: Any) -> bool:
+def is_out_of_memory(run: Run) -> bool:
     """Return whether the device or the machine ran out of memory."""
     return bool(OUT_OF_MEMORY.search(run.error or "")) or run.killed_by == "SIGKILL"
 
 
-def why_failed(run: Any) -> str:
+def why_failed(run: Run) -> str:
     """Write the error that ended a run, with the user's own line that raised it."""
     text = " ".join((run.error or "").split()).rstrip(".")
     own = [frame for frame in FRAME.findall(run.log) if is_own_project(frame[0])]
@@ -154,7 +155,8 @@ class WithBatchSize:
     """
 
     def __init__(self, factory: Callable[[], Any], size: int | None, *, is_first: bool = False) -> None:
-        self.__wrapped__ = factory  # another process uses it to find the user's file
+        update_wrapper(self, factory, updated=())  # the module is sent by value if it cannot be imported
+        self.__wrapped__ = factory
         self._size, self._is_first = size, is_first
 
     def __call__(self) -> Any:

@@ -14,9 +14,10 @@ from typing_extensions import final
 from lightning_amp._arguments import is_number, require
 from lightning_amp._text import listed, rounded
 from lightning_amp.compare import (
-    FORK_SERVER,
-    ArmSpec,
+    HERE,
     Progress,
+    Run,
+    Spec,
     check_factory,
     check_place,
     check_trainer_kwargs,
@@ -42,7 +43,7 @@ from lightning_amp.tune._batch_sizes import (
     suggested_rate,
 )
 
-RunOnce = Callable[[ArmSpec, int | None], tuple[Any, Facts]]
+RunOnce = Callable[[Spec, int | None], tuple[Run, Facts]]
 
 
 def find_batch_size(
@@ -57,13 +58,10 @@ def find_batch_size(
 
     .. code-block:: python
 
-        from models import Model, Data  # in a file that another process can import
-
-        if __name__ == "__main__":
-            found = find_batch_size(Model, Data, precisions=["fp32", "bf16"], memory_limit_gib=0.5)
-            print(found)
-            data = Data()
-            data.batch_size = found["bf16"].batch_size
+        found = find_batch_size(Model, Data, precisions=["fp32", "bf16"], memory_limit_gib=0.5)
+        print(found)
+        data = Data()
+        data.batch_size = found["bf16"].batch_size
 
     Each run trains the module for some steps, in a process of its own and without validation. The first two runs use
     the module's own batch size and twice that size; a line through their two memory peaks predicts the third run's
@@ -83,7 +81,7 @@ def find_batch_size(
     leave room.
 
     Args:
-        make_module: Returns a new LightningModule: its class, or a function without arguments.
+        make_module: Returns a new LightningModule: its class, or a function without arguments. It travels by value.
         make_data: Returns a new LightningDataModule, likewise; `LightningDataModule` itself if the module has the
             loaders.
         precisions: Names, or a mapping from labels to names, plugins, or arguments of :class:`AmpPrecision`, as
@@ -102,7 +100,7 @@ def find_batch_size(
         ValueError: If an argument is wrong, or nothing has a `batch_size`, or batches do not change with it. If there
             are no batches, or not even one row fits in any precision.
         RuntimeError: If no precision could be trained, with the module's own error and its line. If it is called on
-            several ranks, or by a file that is imported in the process of a run.
+            several ranks, or in the process of a run.
 
     Cost: three or four runs for each precision, each of at least nine steps. The first start takes some seconds, on
     Linux each later one about a second. If memory grows faster than the batch (a loss over all pairs of rows), a run
@@ -123,10 +121,10 @@ def find_batch_size(
     with (
         tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as folder,
         progress(3 * len(arms)) as shown,
-        FORK_SERVER.warm(),
+        HERE.forking(),
     ):
 
-        def run(arm: ArmSpec, size: int | None) -> tuple[Any, Facts]:
+        def run(arm: Spec, size: int | None) -> tuple[Run, Facts]:
             return run_once(arm, (make_module, make_data), size, kwargs, Path(tempfile.mkdtemp(dir=folder)), shown.move)
 
         for label, arm in arms.items():
@@ -164,7 +162,7 @@ class Search:
 
     """
 
-    def __init__(self, run: RunOnce, arm: ArmSpec, limit_gib: float | None, shown: Progress) -> None:
+    def __init__(self, run: RunOnce, arm: Spec, limit_gib: float | None, shown: Progress) -> None:
         self._run, self._arm, self._shown = run, arm, shown
         self._given_gib, self._limit_gib = limit_gib, math.nan
         self._facts: dict[int, Facts] = {}
@@ -205,7 +203,7 @@ class Search:
             self._measure(facts.num_rows)  # `drop_last` dropped the only batch
             return tried
         if run.error is not None and (not tried or not is_out_of_memory(run)):
-            self._shown.finish(f"{name}: failed", name)
+            self._shown.finish(f"{name}: failed")
             raise self._failed(why_failed(run), tried)
         if math.isnan(self._limit_gib) and facts.device:
             limits = [limit for limit in (self._given_gib, facts.device_gib) if limit is not None]
@@ -216,7 +214,7 @@ class Search:
         point = measurement(run, facts, rows)
         self.points.append(point)
         held = f"{rounded(point.peak_gib)} GiB" if math.isfinite(point.peak_gib) else "out of memory"
-        self._shown.finish(f"{self._arm.label}, batch size {rows:,}: {held}, {run.total_s:.0f} s", name)
+        self._shown.finish(f"{self._arm.label}, batch size {rows:,}: {held}, {run.total_s:.0f} s")
         return tried
 
     def _rows(self, size: int, facts: Facts) -> int:

@@ -219,7 +219,7 @@ class Bench:
         override. The modules inside it take its place. The same holds for a module with half-precision parameters.
         """
         own = modules_matching(self._low, self._arguments.get("fp32_modules", ())).values()
-        in_fp32 = {inside for pairs in own for _, module in pairs for inside in module.modules()}
+        in_fp32 = {inside for module in own for inside in module.modules()}
         inside: dict[str, list[str]] = {"": []}
         for name, module in names_of(self._low).items():
             is_half = any(parameter.dtype in HALF_DTYPES for parameter in module.parameters())

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.casting import Float8Linears
+from lightning_amp.casting import linears_in_fp8
 from lightning_amp.numerics import fidelity, fidelity_sums
 from tests.benchmarks._pairs import start
 
@@ -72,7 +72,7 @@ def figures(case: Case, recipe: str | None) -> tuple[float, float, float]:
     exact = run(autocast=False)
     if recipe is not None:
         config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-        Float8Linears(layer, {""}, config, "cpu", Training()).install()
+        linears_in_fp8(layer, {""}, config, "cpu", Training()).__enter__()
     first, second, third = (_of_a_row(a, b) for a, b in zip(exact, run(autocast=True), strict=True))
     return first, second, third
 

@@ -58,12 +58,12 @@ def test_scale_monitor(kwargs: Any) -> None:
 @pytest.mark.parametrize("callback", [ScaleMonitor, OverflowLocator])
 def test_a_folder_that_nobody_could_write_to(callback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loggers are known before the first batch, so the error comes before any history is lost."""
-    with pytest.raises(ValueError, match=r"`dirpath` must be .* got 's4://bucket/run'. Did you mean `s3://`\?"):
+    with pytest.raises(ValueError, match=r"`dirpath` must be .* got 's4://bucket/run'. Protocol not known: s4"):
         callback(dirpath="s4://bucket/run")
-    with pytest.raises(ValueError, match=r"`dirpath` must be .* got .*s3:/bucket/run.*: pass the URL as a string"):
+    with pytest.raises(ValueError, match=r"`dirpath` must be .* or a URL as a string .*got .*s3:/bucket/run"):
         callback(dirpath=Path("s3://bucket/run"))
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ImportError, match=r"`dirpath` is 'gs://bucket/run', .* Run `pip install gcsfs`"):
+    with pytest.raises(ImportError, match=r"`dirpath` must be .* got 'gs://bucket/run'\. .*gcsfs"):
         callback(dirpath="gs://bucket/run")
 
 

@@ -138,25 +138,6 @@ def test_from_the_command_line(spelling: str, precision: str, tmp_path: Path, mo
     assert plugin.num_steps + plugin.num_skipped == 8
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse warns about how Lightning calls it
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        ("[bf16, fp32]", ["bf16", "fp32"]),
-        ("[bf16-mixed, 32]", ["bf16", "fp32"]),
-        ("[torch.float32]", ["fp32"]),
-        ("[]", []),
-    ],
-)
-def test_fallback_from_yaml(written: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.format(precision="fp16", scaler=f"        fallback: {written}"))
-    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", str(path)])
-    monkeypatch.chdir(tmp_path)
-    plugin = LightningCLI(CliToy, save_config_callback=None).trainer.strategy.precision_plugin
-    assert [choice.name for choice in plugin._fallback.left] == expected
-
-
 FP8 = """
         fp8_recipe:
           class_path: torchao.float8.Float8LinearConfig

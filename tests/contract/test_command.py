@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -12,12 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from support import warm
 from support.scale_runs import scale_run
 from support.source import ROOT
 
 from lightning_amp.cli import main
-from lightning_amp.cli._user_classes import parse_user_classes
 
 pytestmark = pytest.mark.slow
 
@@ -50,13 +47,18 @@ IMPORTS = """
 import sys
 from lightning_amp.cli import main
 status = main(sys.argv[1:])
-print(*(name in sys.modules for name in ("torch", "lightning", "jsonargparse", "matplotlib")), file=sys.stderr)
+print(*(name in sys.modules for name in ("torch", "lightning", "matplotlib")), file=sys.stderr)
 sys.exit(status)
 """
 
 
 @pytest.mark.parametrize(
-    ("arguments", "imported"), [(["--help"], "False False False False"), (["scale", "RUN"], "True False False False")]
+    ("arguments", "imported"),
+    [
+        (["--help"], "False False False"),
+        (["compare", "--help"], "False False False"),
+        (["scale", "RUN"], "True False False"),
+    ],
 )
 def test_only_what_is_needed_is_imported(arguments: list[str], imported: str, history: str) -> None:
     """Importing Lightning takes seconds, so `scale` must not do it."""
@@ -125,45 +127,58 @@ def test_ctrl_c(tmp_path: Path) -> None:
 def test_a_crash_shows_its_traceback_if_it_is_wanted(history: str) -> None:
     code = (
         "import sys, lightning_amp.reports as reports\n"
-        "reports.scale_chart = lambda history, width: 1 / 0\n"
+        "reports.ScaleHistory.summary = lambda history: history.nothing\n"
         "from lightning_amp.cli import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     done = run("scale", history, code=code, LIGHTNING_AMP_DEBUG="1")
     assert (done.returncode, done.stdout) == (70, "")
     assert done.stderr.startswith("Traceback")
-    assert "an error of lightning-amp itself: ZeroDivisionError" in done.stderr.splitlines()[-1]
+    assert "an error of lightning-amp itself: AttributeError" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse warns about how Lightning calls it
-def test_what_is_found_from_here_is_made_in_a_process_that_was_started_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
-    (here / "nets").mkdir(parents=True)
-    elsewhere.mkdir()
-    (here / "nets" / "mine.py").write_text(
-        "import lightning as L\n"
-        "class Net(L.LightningModule):\n"
-        "    def __init__(self, width: int):\n"
-        "        super().__init__()\n"
-        "        self.width = width\n"
-        "class Data(L.LightningDataModule): ...\n"
+NET = """
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+
+class Net(L.LightningModule):
+    def __init__(self, width: int):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(torch.ones(16, 4), 4)
+
+    val_dataloader = train_dataloader
+"""
+
+
+def test_compare_for_real(tmp_path: Path) -> None:
+    """Two precisions and one seed, with classes of the current folder."""
+    (tmp_path / "nets").mkdir()
+    (tmp_path / "nets" / "mine.py").write_text(NET)
+    options = ["--model", "nets.mine.Net", "--model.width=8", "--data", "nets.mine.Data", "--trainer.max_epochs=1"]
+    options += ["--trainer.accelerator=cpu", "--precisions", "fp32", "bf16", "--margins.val_loss=0.1", "--html=x.html"]
+    command = [sys.executable, "-m", "lightning_amp", "compare", *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), cwd=tmp_path, check=False, timeout=300
     )
-    monkeypatch.chdir(here)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    user = parse_user_classes([], ["--model=nets.mine.Net", "--model.width=64", "--data=nets.mine.Data"])
-    (elsewhere / "sent").write_bytes(pickle.dumps((user.make_module, user.make_data)))
-    script = elsewhere / "script.py"
-    script.write_text(
-        "import pickle; net, data = (f() for f in pickle.load(open('sent', 'rb'))); print(net.width, type(data))"
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(
+        "Stay with `fp32` for now: `bf16` is undecided in `val_loss`: it takes at least three"
     )
-    done = warm.run_script(script, cwd=elsewhere, env=environment())
-    assert (done.returncode, done.stdout) == (0, "64 <class 'nets.mine.Data'>\n"), done.stderr
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse warns about how Lightning calls it
-def test_the_examples_are_found_from_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    user = parse_user_classes([], ["--model", "examples.digits.DigitTransformer", "--data", "examples.digits.Digits"])
-    assert repr(user.make_module) == "examples.digits.DigitTransformer()"
+    assert "[2/2] bf16, seed 0: " in done.stderr
+    assert "<svg" in (tmp_path / "x.html").read_text()

@@ -9,37 +9,19 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from support.source import PACKAGE, Finding, Function, Guard, Package, Source, findings, new_findings
+from support.source import PACKAGE, REMOVAL, Finding, Guard, Package, Source, findings, new_findings
 
-REMOVAL = re.compile(r"\bremove (when|with `(\w+)`)", re.IGNORECASE)
 A_VERSION = re.compile(r"__version__|version_info|\bVersion\(|metadata\.version\(")
 VERSION = re.compile(r"\b(torch|Lightning|torchmetrics|Python) \d+\.\d+")
 
 
 def entries(source: Source) -> Iterator[tuple[ast.stmt, str, str]]:
     """Return the public names at the top of a file, each with its docstring or the comment right above it."""
-    lines = source.text.splitlines()
-    for node, following in zip(source.tree.body, [*source.tree.body[1:], None], strict=True):
-        if isinstance(node, (Function, ast.ClassDef)):
-            name, text = node.name, ast.get_docstring(node) or ""
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            is_described = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            name, text = ast.unparse(target), str(following.value.value) if is_described else ""
-            first = node.lineno
-        else:
-            continue
-        above = first - 2
-        while above >= 0 and lines[above].startswith("#"):
-            text = f"{lines[above].lstrip('# ')} {text}"
-            above -= 1
-        if not name.startswith("_"):
-            yield node, name, " ".join(text.split())
+    return ((node, name, text) for node, name, text in source.described(source.tree.body) if name[0] != "_")
 
 
 def without_an_end(package: Package) -> Iterator[Finding]:
-    """Return the entries that say neither when to remove them nor with which existing entry."""
+    """Return the entries of `_compat` that say neither when to remove them nor with which existing entry."""
     for source in package:
         if source.room == "_compat":
             names = {name for _, name, _ in entries(source)}

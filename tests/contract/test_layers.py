@@ -32,7 +32,7 @@ LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_ut
 _PLAIN = ("numerics", "findings", "measure", "scaling", "tracing", "reports")
 _PLAIN_OF_ADVICE = ("__init__", "_machine", "_report", "_step", "findings")
 """The doctor's plain part: measurements and the sentences about them. Its other files train."""
-_PLAIN_OF_COMPARE = ("compare/__init__.py", "compare/_remote.py", "compare/_report.py")
+_PLAIN_OF_COMPARE = ("compare/__init__.py", "compare/_process.py", "compare/_report.py")
 """The second file is all that a worker of an executor imports before it starts the process of a run."""
 _PLAIN_FILES = _PLAIN_OF_COMPARE
 WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in (*_PLAIN, *_PLAIN_FILES)} | {

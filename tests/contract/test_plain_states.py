@@ -1,4 +1,4 @@
-"""Row 43: a checkpoint holds only plain containers, whatever the run reported, tried or fell back to."""
+"""Row 43: a checkpoint holds only plain containers, whatever the run reported or tried."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support import Poison, Toy, batches, fit
 from torch import Tensor
+from torch.utils.data import DataLoader
 from zoo.faults import FAULTS, Net, plain_data
 
 from lightning_amp import (
@@ -85,10 +86,6 @@ class Validated(Net):
         return plain_data()
 
 
-def falling() -> AmpPrecision:
-    return AmpPrecision("fp16", scaler=DynamicLossScaler(64.0, max_consecutive_skips=2), fallback=["bf16"])
-
-
 @dataclass
 class Situation:
     """A training run, and the fault that `OverflowLocator` has to find in it."""
@@ -114,6 +111,9 @@ SITUATIONS = {
     "large loss": planted("a loss that is summed", "divisor"),
     "large gradient": planted("a gradient inside that overflows", "scale"),
     "weight": planted("a weight that is NaN"),
+    "learning rate": dataclasses.replace(
+        planted("a learning rate that becomes NaN"), data=lambda: DataLoader([*plain_data()] * 2, batch_size=None)
+    ),
     "batch": planted("a batch with NaN"),
     "sigmoid": planted("a sigmoid that is 1 in fp16", "source in fp32"),
     "sigmoid in bf16": planted("a sigmoid that is 1 in bf16", "logsigmoid"),
@@ -124,8 +124,10 @@ SITUATIONS = {
     "torch's scaler": Situation(
         plugin=lambda: AmpPrecision("fp16", scaler=torch.amp.GradScaler("cpu")), poison={"gradient": [2]}
     ),
-    "fallback": Situation(plugin=falling, poison={"gradient": [1, 2]}),
-    "stuck": Situation(plugin=falling, poison={"loss": range(6)}),
+    "stuck": Situation(
+        plugin=lambda: AmpPrecision("fp16", scaler=DynamicLossScaler(64.0, max_consecutive_skips=2)),
+        poison={"loss": range(6)},
+    ),
     "penalty": Situation(Penalised, poison={"gradient": [2]}),
     "metric": Situation(Validated, data=plain_data),
 }

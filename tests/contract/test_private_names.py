@@ -1,4 +1,7 @@
-"""Private names of torch and Lightning stay in `_compat`, and a room's private names stay in the room."""
+"""Private names of torch and Lightning stay in `_compat`, or where a text beside them says when to remove them.
+
+A room's private names stay in the room.
+"""
 
 from __future__ import annotations
 
@@ -70,21 +73,25 @@ def is_set_on_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
 
 
 def of_others(package: Package) -> Iterator[Finding]:
-    """Return uses of other libraries' private names outside of `_compat`."""
+    """Return uses of other libraries' private names outside of `_compat` that do not say when to remove them."""
     for source in package:
         if source.room == "_compat":
             continue
-        ours = set().union(*private_names(package).values())
-        for node, name, on_self in used(source):
-            if name not in ours or (not on_self and name in UPSTREAM_ELSEWHERE):
-                yield Finding(source.path, node.lineno, f"uses the private name .{name} of another library")
-        for node in source.nodes:
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in UPSTREAM:
-                yield Finding(source.path, node.lineno, f"spells the private name {node.value!r} of another library")
-        for found in source.imports:
-            parts = [*found.module.split("."), found.name]
-            if parts[0] != TOP and any(is_private(part) for part in parts):
-                yield Finding(source.path, found.line, f"imports {'.'.join(parts).rstrip('.')}")
+        yield from (found for found in _of_others(package, source) if found.line not in source.with_an_end)
+
+
+def _of_others(package: Package, source: Source) -> Iterator[Finding]:
+    ours = set().union(*private_names(package).values())
+    for node, name, on_self in used(source):
+        if name not in ours or (not on_self and name in UPSTREAM_ELSEWHERE):
+            yield Finding(source.path, node.lineno, f"uses the private name .{name} of another library")
+    for node in source.nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in UPSTREAM:
+            yield Finding(source.path, node.lineno, f"spells the private name {node.value!r} of another library")
+    for found in source.imports:
+        parts = [*found.module.split("."), found.name]
+        if parts[0] != TOP and any(is_private(part) for part in parts):
+            yield Finding(source.path, found.line, f"imports {'.'.join(parts).rstrip('.')}")
 
 
 def of_other_rooms(package: Package) -> Iterator[Finding]:
@@ -96,7 +103,7 @@ def of_other_rooms(package: Package) -> Iterator[Finding]:
     for source in package:
         for node, name, _ in used(source) if source.room != "_compat" else ():
             rooms = [room for room, names in private_names(package).items() if name in names]
-            if rooms and source.room not in rooms:
+            if rooms and source.room not in rooms and node.lineno not in source.with_an_end:
                 yield Finding(source.path, node.lineno, f"uses .{name}, a private name of {' and '.join(rooms)}/")
         for found in source.imports:
             target = package.modules.get(package.target(found))
@@ -158,6 +165,19 @@ def test_private_names(guard: Guard) -> None:
 )
 def test_a_private_name_of_others_is_found(text: str) -> None:
     assert new_findings(of_others, PACKAGE.with_file("scaling/_bad.py", text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'def f(scaler):\n    """Read it. Remove when torch has a getter."""\n    return scaler._scale',
+        "class A:\n    # Remove with `f`.\n    @property\n    def f(self):\n        return self.unit._buffers",
+        'class A:\n    """Remove when torch has it."""\n    def f(self):\n        from torch._C import x\n        x()',
+        'NAMES = ["_scale"]\n"""Remove when they are public."""',
+    ],
+)
+def test_a_private_name_of_others_that_says_when_to_remove_it(text: str) -> None:
+    assert not new_findings(of_others, PACKAGE.with_file("scaling/_good.py", text))
 
 
 OURS = "def _find(): ...\nclass Thing:\n    def __init__(self):\n        self._colour = _find()\n"

@@ -16,7 +16,7 @@ from support.source import PACKAGE, Finding, Function, Guard, Package, Source, f
 
 LONGEST = 450
 
-FOR_SUBCLASSES = {"AmpPrecision", "FSDPAmpPrecision"}
+FOR_SUBCLASSES = {"AmpPrecision", "FSDPAmpPrecision", "ScaledSteps"}
 """Users adapt a precision plugin by deriving from it, as the tests do, so plugins are not final.
 
 All other public classes are used as they are. A user's callback derives from `Callback`. A user's scaler derives from
@@ -123,20 +123,23 @@ def imported(name: str) -> object:
 
 
 def written_from_outside(package: Package) -> Iterator[Finding]:
-    """Find writes such as `window.scale = ...` to an attribute of another object.
+    """Find writes such as `window.scale = ...` to an attribute of an object of another room.
 
     The attribute counts by its name, because nothing here knows types. Allowed are: an object that the function itself
-    is making (`new = copy.copy(old)`, or `Class.CONSTANT = ...` at the top of a file); `_compat`, which handles only
-    objects of torch and Lightning; attributes that no class of ours has (`parameter.grad`, `module.trainer`). The
-    search misses `x.things.append(...)`, `vars(x).update(...)`, computed names, and a `self` that is not the argument
-    of a method.
+    is making (`new = copy.copy(old)`, or `Class.CONSTANT = ...` at the top of a file); `_compat`, and what says when to
+    remove it, which handle objects of torch and Lightning; attributes that no class of ours has (`parameter.grad`,
+    `module.trainer`). The search misses `x.things.append(...)`, `vars(x).update(...)`, computed names, and a `self`
+    that is not the argument of a method.
     """
-    own = {name for source in package if source.room != "_compat" for name in attributes(source)}
+    rooms: dict[str, set[str]] = {}
+    for source in package:
+        rooms.setdefault(source.room, set()).update(attributes(source))
     for source in package:
         if source.room == "_compat":
             continue
+        others = set().union(*(names for room, names in rooms.items() if room not in ("_compat", source.room)))
         for target, name in foreign_writes(source):
-            if name in own:
+            if name in others - rooms[source.room] and target.lineno not in source.with_an_end:
                 yield Finding(source.path, target.lineno, f"{ast.unparse(target)}.{name} is written from outside")
 
 
@@ -294,8 +297,10 @@ def test_what_needs_no_override(text: str) -> None:
 )
 def test_a_write_from_outside_is_found(statement: str) -> None:
     ours = "class Thing:\n    weight: int\n    size = 0\n    def __init__(self):\n        self.colour = 0\n"
-    text = f"{ours}def f(self, thing, things):\n    {statement}"
-    assert new_findings(written_from_outside, PACKAGE.with_file("scaling/_bad.py", text))
+    text = f"def f(self, thing, things):\n    {statement}"
+    package = PACKAGE.with_file("scaling/_things.py", ours)
+    assert new_findings(written_from_outside, package.with_file("precision/_bad.py", text))
+    assert not new_findings(written_from_outside, package.with_file("scaling/_good.py", text))
 
 
 @pytest.mark.parametrize(

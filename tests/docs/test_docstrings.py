@@ -20,11 +20,10 @@ from zoo.compared import here
 
 import lightning_amp
 from lightning_amp import AmpPrecision
-from lightning_amp.compare._plan import Plan
-from lightning_amp.compare._run import ArmRun, Point
+from lightning_amp.compare import Plan, Point, Run
 
-IN_HAND = {"fp32_region", "scaled_grad", "unscale_", "replay"} | {
-    "ScaleHistory", "PolicyReplay", "ComparisonTable", "GradientTable", "OverflowReport",
+IN_HAND = {"fp32_region", "scaled_grad", "unscale_"} | {
+    "ScaleHistory", "ComparisonTable", "GradientTable", "OverflowReport",
 }  # fmt: skip
 """Public beside `lightning_amp.__all__`: the functions of a room, and what the callbacks hand out."""
 
@@ -129,14 +128,14 @@ def run_example(example: Example) -> dict[str, Any]:
 @pytest.fixture
 def whole_runs(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file `models`, arms in this process, and the report of a comparison."""
-    import lightning_amp.compare._comparison as compare
+    import lightning_amp.compare._compare as compare
     import lightning_amp.tune._batch_size_run as batch_size_run
 
     for module in (compare, batch_size_run):
         monkeypatch.setattr(module, "run_in_process", here)
     monkeypatch.setattr(batch_size_run, "_STEADY_S", 0.0)
     monkeypatch.setitem(sys.modules, "models", sys.modules[__name__])
-    runs = [ArmRun(label, 0, curves={"val_loss": (Point(8, 1.0, 0.5),)}) for label in ("fp32", "fp16")]
+    runs = [Run(label, 0, curves={"val_loss": (Point(8, 1.0, 0.5),)}) for label in ("fp32", "fp16")]
     plan = Plan("models.Model", "models.Data", {"fp32": "AmpPrecision('fp32')", "fp16": "AmpPrecision('fp16')"})
     lightning_amp.PrecisionReport(plan, runs).to_json("report.json")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from support.browser import Browser, View
-from support.reports import REPORTS, judged
+from support.reports import REPORTS
 
-from lightning_amp.compare import views
+from lightning_amp.compare._html import page
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,8 @@ def browser() -> Browser:
 
 @pytest.fixture(scope="module")
 def pages() -> dict[str, str]:
-    return {name: views.page(judged(make())) for name, make in REPORTS.items()}
+    reports = {name: make() for name, make in REPORTS.items()}
+    return {name: page(report.plan, report.arms) for name, report in reports.items()}
 
 
 @pytest.fixture(scope="module")

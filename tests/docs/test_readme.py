@@ -19,7 +19,7 @@ from support.accelerate_state import own_accelerate
 from support.fp8 import needs_torchao
 from zoo.compared import here
 
-from lightning_amp.compare import _comparison
+from lightning_amp.compare import _compare
 from lightning_amp.tune import _batch_size_run
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ EXECUTABLE = [document for document in DOCUMENTS if blocks_of(document) and docu
 
 
 FILE = re.compile(r"# (\w+\.py)\n")
-"""How a block begins that is a file: it is written into the current folder, and run where it has a `__main__` guard."""
+"""How a block begins that is a file: it is written into the current folder, and run unless others import it."""
 
 
 def run_blocks(document: Path) -> None:
@@ -65,7 +65,7 @@ def run_blocks(document: Path) -> None:
         compiled = compile("\n" * block.line + block.code, document, "exec")
         if (name := FILE.match(block.code)) is not None:
             Path(name[1]).write_text(block.code, encoding="utf-8")
-            if '__name__ == "__main__"' in block.code:
+            if name[1] != "models.py":
                 runpy.run_path(name[1], run_name="__main__")
         elif block.runs:
             exec(compiled, namespace)
@@ -88,7 +88,7 @@ def arms_in_this_process(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """What trains whole runs imports from the current folder and starts no processes, each of which takes seconds."""
     monkeypatch.syspath_prepend(in_tmp_path)
     monkeypatch.delitem(sys.modules, "models", raising=False)  # of another guide
-    for module in (_comparison, _batch_size_run):
+    for module in (_compare, _batch_size_run):
         monkeypatch.setattr(module, "run_in_process", here)
     monkeypatch.setattr(_batch_size_run, "_STEADY_S", 0.0)
 

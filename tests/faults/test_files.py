@@ -24,7 +24,6 @@ HERE = Path(__file__).parent
 CALLBACKS: dict[str, Callable[[Any], L.Callback]] = {
     "ScaleMonitor": lambda folder: ScaleMonitor(dirpath=folder),
     "OverflowLocator": lambda folder: OverflowLocator(dirpath=folder),
-    "OverflowLocator, bundles": lambda folder: OverflowLocator(dirpath=folder, save_bundles=True),
 }
 SETTINGS: dict[str, Any] = {"gradient": [3, 12], "nan": [5, 6], "every_n_steps": 5}
 
@@ -100,8 +99,7 @@ def test_a_folder_that_vanishes(name: str, tmp_path: Path) -> None:
     if isinstance(callback, ScaleMonitor):
         assert list(ScaleHistory.from_csv(tmp_path / "out" / "scale_history.csv")) == list(callback.history)
     else:
-        names = {"overflow_step00012_rank0.json", *(["overflow_step00012_rank0.pt"] if callback.save_bundles else [])}
-        assert {p.name for p in (tmp_path / "out").iterdir()} == names
+        assert {p.name for p in (tmp_path / "out").iterdir()} == {"overflow_step00012_rank0.json"}
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
@@ -110,50 +108,6 @@ def test_a_full_disk(tmp_path: Path) -> None:
     done = warm.run_script(HERE / "full_disk_script.py", tmp_path, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.splitlines() == ["ScaleMonitor: 1 warning", "OverflowLocator: 1 warning", "bit-identical"]
-
-
-def test_leftovers_of_dead_processes_go(tmp_path: Path) -> None:
-    """Files of live processes stay, because those processes hold a lock."""
-    dead = tmp_path / f".a.csv.12345678{LEFTOVER}"
-    dead.write_text("half")
-    other = tmp_path / ".somebody_elses.tmp"
-    other.write_text("")
-
-    def write(file: Any) -> None:
-        file.write("outer")
-        write_atomically(tmp_path / "b.csv", lambda inner: inner.write("inner"))
-        assert len(list(tmp_path.glob(f".*{LEFTOVER}"))) == 1
-
-    write_atomically(tmp_path / "a.csv", write)
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a.csv": "outer", "b.csv": "inner", other.name: ""}
-
-
-def test_another_process_cleans_up_at_the_worst_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks that report the same step must not collide between creating a file and locking it."""
-    fcntl = pytest.importorskip("fcntl")
-    flock = fcntl.flock
-
-    def clean_up_first(file: Any, operation: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", flock)
-        write_atomically(tmp_path / "theirs.csv", lambda other: other.write("theirs"))
-        flock(file, operation)
-
-    monkeypatch.setattr(fcntl, "flock", clean_up_first)
-    write_atomically(tmp_path / "ours.csv", lambda file: file.write("ours"))
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"ours.csv": "ours", "theirs.csv": "theirs"}
-
-
-def test_another_process_cleans_up_before_the_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace = Path.replace
-
-    def clean_up_first(path: Path, target: Path) -> Path:
-        monkeypatch.setattr(Path, "replace", replace)
-        write_atomically(tmp_path / "theirs.csv", lambda other: other.write("theirs"))
-        return path.replace(target)
-
-    monkeypatch.setattr(Path, "replace", clean_up_first)
-    write_atomically(tmp_path / "ours.csv", lambda file: file.write("ours"))
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"ours.csv": "ours", "theirs.csv": "theirs"}
 
 
 def test_the_umask_is_the_users(tmp_path: Path) -> None:

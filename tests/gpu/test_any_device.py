@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import lightning as L
 import pytest
 import torch
@@ -18,7 +19,7 @@ from zoo.compared import here
 
 from lightning_amp import doctor, find_batch_size
 from lightning_amp.advice import _machine
-from lightning_amp.compare import ArmRun, Task
+from lightning_amp.compare import Run, Spec
 from lightning_amp.measure import DeviceClock
 from lightning_amp.measure import _device_clock as clock_module
 from lightning_amp.tune import _batch_size_run
@@ -75,9 +76,9 @@ def test_doctor_looks_at_the_device(device: torch.device) -> None:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(task: Task, on_progress: Any) -> ArmRun:
+    def run(spec: Spec, on_progress: Any) -> Run:
         gc.collect()
-        return here(pickle.loads(pickle.dumps(task)))
+        return here(pickle.loads(cloudpickle.dumps(spec)))
 
     monkeypatch.setattr(_batch_size_run, "run_in_process", run)
     monkeypatch.setattr(_batch_size_run, "_STEADY_S", 0.0)

@@ -112,15 +112,15 @@ class Runs:
     def name_the_line_for_half_parameters(self) -> None:
         for rank in self.ranks:
             automatic, by_hand = rank["half loaded"]
-            assert "Write `self.net.float()` at the end of `__init__`, or at the start of `configure" in automatic
-            assert "Write `self.net.float()` at the start of `configure_model`, before wrapping" in by_hand
+            assert "Write `self.net.float()` at the start of `configure_model`, before" in automatic
+            assert "Write `self.net.float()` at the start of `configure_model`, before" in by_hand
 
     def may_gather_half_parameters(self) -> None:
         seen = self.ranks[0]["half parameters"]
         assert seen["seen"] == ("torch.float32", "torch.bfloat16")  # the batch, a weight
         assert {value.dtype for value in seen["weights"].values()} == {torch.float32}
         for argument in ("fp32_modules", "eval_precision", "precision"):
-            assert f"which `{argument}` asks for" in seen[argument]
+            assert "gathers parameters in torch.bfloat16, so that nothing can compute in fp32" in seen[argument]
 
 
 CHECKS = (

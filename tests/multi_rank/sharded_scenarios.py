@@ -42,6 +42,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
+from lightning_amp.scaling import ScaledSteps
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
@@ -312,12 +313,33 @@ def callbacks() -> Any:
 def stuck() -> Any:
     """A run that only skips raises its error on all ranks, and the error names parameters."""
     plugin = scaled()
-    plugin.scaler.max_consecutive_skips = 2
+    plugin.scaler.max_consecutive_skips, plugin.scaler.min_scale = 2, plugin.scaler.get_scale()
     try:
         train(Regression("fsdp", {(1, 1): "gradient", (0, 2): "gradient"}), (2, 1), plugin=plugin)
     except FloatingPointError as error:
         return {"message": str(error)}
     return {"message": ""}
+
+
+@scenario(2)
+def unsynchronised() -> Any:
+    """FSDP2 keeps gradients of backwards without synchronisation elsewhere, while other steps move the scale."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    a, b = (fully_shard(nn.Linear(8, 4), mesh=mesh) for _ in range(2))
+    one, two = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (a, b))
+    steps = ScaledSteps(DynamicLossScaler(init_scale=1024.0, growth_interval=1), [one, two])
+    x = torch.full((2, 8), 0.5)
+    b.set_requires_gradient_sync(False)
+    steps.backward(b(x).sum())
+    for _ in range(3):
+        one.zero_grad()
+        steps.backward(a(x).sum())
+        steps.step(one)
+    b.set_requires_gradient_sync(True)
+    steps.backward(b(2 * x).sum())
+    steps.unscale_(two)
+    return {"gradient": b.weight.grad.full_tensor(), "scale": steps.scaler.get_scale()}
 
 
 class HalfLoaded(Regression):

@@ -15,7 +15,6 @@ from support import DEVICE, assert_same
 from support.launch import launch_once, shared_folder
 
 from lightning_amp import AmpPrecision
-from lightning_amp.tracing import replay
 
 SCRIPT = Path(__file__).parent / "ddp_scenarios.py"
 ONE_PER_BATCH = ["none", "loss", "loss", "none", "gradient", "none", "loss", "none", "none"]
@@ -28,8 +27,6 @@ REASONS = {
     "overflow_reports": ["none", "loss", "none", "loss", *["none"] * 5],
     "overflow_reports_of_a_step_with_collectives": ["loss", "none", "gradient", "none", "none"],
     "gradient_figures": ["none", "loss", "none", "loss", *["none"] * 5],
-    "fall_back_unfused": ["none", "gradient", "gradient", *["none"] * 6],
-    "fall_back_fused": ["none", "gradient", "gradient", *["none"] * 6] * 8,
 }
 for name in ("manual_bsbs_fused", "manual_bsbs_unfused", "manual_bbss_fused", "manual_bbss_unfused"):
     REASONS[name] = [reason for second in ONE_PER_BATCH for reason in ("none", second)]
@@ -109,14 +106,8 @@ def test_rank_zero_reports_for_all(ranks: list[dict[str, Any]], folder: Path) ->
     assert "step 1 was skipped: epoch 0, batch 1, rank 1, loss scale 1024" in one["said"]
     stems = ["overflow_step00001_rank1", "overflow_step00003_rank0", "overflow_step00003_rank1"]
     files = sorted((folder / "overflows").iterdir())
-    assert [file.name for file in files] == [f"{stem}.{end}" for stem in stems for end in ("json", "pt")]
+    assert [file.name for file in files] == [f"{stem}.json" for stem in stems]
     assert json.loads(files[0].read_text())["rank"] == 1
-    again = replay(
-        files[1], lambda: Net({}, norm=False), step=lambda module, batch: module.loss(batch[0] * 1e38 * 1e38)
-    )
-    assert again.diagnosis.cause == "forward"
-    own, others = (torch.load(files[i], weights_only=True)["batch"][0] for i in (3, 5))
-    assert not torch.equal(own, others), "each file has the batch of its rank"
 
 
 def test_a_bad_loss_on_one_rank_is_reported_to_all(ranks: list[dict[str, Any]]) -> None:
@@ -140,16 +131,6 @@ def test_a_stuck_run_stops_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     assert one == other
     assert "2 optimizer steps in a row were skipped" in one["message"]
     assert one["reports"] == [(1, 1, "backward"), (2, 0, "loss")]
-
-
-@pytest.mark.parametrize(("name", "precisions"), [
-    ("fall_back_unfused", ["fp16"] * 3 + ["fp32"] * 6),
-    ("fall_back_fused", ["fp16"] * 64 + ["fp32"] * 8),
-])  # fmt: skip
-def test_ranks_fall_back_at_the_same_step(name: str, precisions: list[str], ranks: list[dict[str, Any]]) -> None:
-    """One rank may have learned of the skips earlier: all ranks read the records together after 64 steps."""
-    assert [rank[name]["with"]["precisions"] for rank in ranks] == [precisions] * 2
-    assert ranks[0][name]["with"]["scale"] is None
 
 
 def test_gradient_figures_are_those_of_all_ranks(ranks: list[dict[str, Any]]) -> None:

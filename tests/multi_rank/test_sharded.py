@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from multi_rank.ranks import assert_agree
 from support import assert_same
 from support.launch import launch_once, shared_folder
@@ -46,6 +47,13 @@ def assert_equals_one_process(ranks: Ranks, name: str) -> None:
     assert run["lr"] == single["lr"]
     for key in ("parameters", "optimizer"):
         assert_same(run[key], single[key], rtol=1e-5, atol=3e-7)  # sums over ranks have another order
+
+
+def test_gradients_that_fsdp2_keeps_follow_the_scale(two: Ranks) -> None:
+    """Row 69: each of the two backwards counts once, as in fp32: 2 rows times 0.5, and 2 rows times 1."""
+    for rank in two:
+        assert rank["unsynchronised"]["scale"] > 1024.0
+        torch.testing.assert_close(rank["unsynchronised"]["gradient"], torch.full((4, 8), 3.0))
 
 
 @pytest.mark.parametrize(

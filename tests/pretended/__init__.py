@@ -36,7 +36,6 @@ MISSING = {
     "inductor": "code that torch.compile generates",
     "fp8": "products in fp8",
     "forward AD": "derivatives in forward mode",
-    "graphs": "graphs that replay",
     "profiler": "what torch.profiler asks of a driver",
     "speed": "a speed that means anything",
 }
@@ -44,7 +43,7 @@ MISSING = {
 MISSING_OF_ANOTHER_TYPE = {
     "accelerate": "a device that Accelerate finds",
     "parameters that stay": "`module.to(device)` that keeps its parameters, as for CUDA, MPS and XPU",
-    "reused casts": "casts of weights that are used again; the package does that on the CPU and on CUDA",
+    "reused casts": "autocast's cache of casts, with which plain Fabric fails",
     "whole autocast": "an autocast that knows all operations of CUDA's, and that torch's own modules ask about",
 }
 """Features of the pretended CUDA device that the pretended device of another type lacks."""

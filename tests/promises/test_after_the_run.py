@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import DEVICE, Poison, Toy, assert_as_fp32, assert_same, batches, fit, quiet_trainer, scaled_fp32
+from support import DEVICE, Toy, assert_as_fp32, assert_same, batches, fit, quiet_trainer, scaled_fp32
 from support.promises import OPTIMIZERS, plain_sgd
 from torch import Tensor
 
@@ -162,34 +162,3 @@ class KeepsScaler(Manual):
             if batch_idx == 4:
                 self.kept.backward()
         self.train_batch(batch)
-
-
-@pytest.mark.filterwarnings("ignore:lightning_amp. ")
-def test_a_method_of_the_scaler_that_was_kept_is_its_own_after_a_fallback() -> None:
-    fit(lambda: KeepsScaler("scale"), falling(), callbacks=[Poison(gradient=[0, 1])])
-
-
-@pytest.mark.filterwarnings("ignore:lightning_amp. ")
-def test_a_scaled_loss_of_before_a_fallback_is_refused_in_words() -> None:
-    with pytest.raises(RuntimeError, match=r"before the run went on in another precision.* Compute the loss anew"):
-        fit(lambda: KeepsScaler("loss"), falling(), callbacks=[Poison(gradient=[0, 1])])
-
-
-@pytest.mark.filterwarnings("ignore:lightning_amp. ")
-def test_a_state_that_changes_the_precision_inside_of_a_training_step() -> None:
-    """The user calls `load_state_dict` with the state of a run that had fallen back."""
-    plugin = falling()
-    fit(Manual, plugin, callbacks=[Poison(gradient=[0, 1])])
-    state = plugin.state_dict()
-    assert state["precision"] == "fp32"
-
-    class Loads(Manual):
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            if batch_idx == 1:
-                self.trainer.precision_plugin.load_state_dict(state)
-            super().training_step(batch, batch_idx)
-
-    again = falling()
-    fit(Loads, again)
-    assert again.precision == "32-true"
-    assert not torch.is_autocast_enabled(DEVICE)

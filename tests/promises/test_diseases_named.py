@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import Any
 
@@ -53,9 +52,7 @@ def wrong(fault: Fault, report: OverflowReport) -> list[str]:
 def test_a_fault_is_named_and_its_cure_works(
     fault: Fault, record_property: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.warns(UserWarning, match=fault.warns) if fault.warns else contextlib.nullcontext([]) as warned:
-        locator, plugin = run(fault, cured=False)
-    assert len([w for w in warned if "OverflowLocator" in str(w.message)]) == bool(fault.warns)
+    locator, plugin = run(fault, cured=False)
     assert (plugin.num_skipped == 0) == fault.is_taken
     named = wrong(fault, locator.reports[0])
     news = [report for report in locator.reports if not report.is_repeated]

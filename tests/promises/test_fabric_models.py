@@ -26,10 +26,10 @@ from support.fabric import (
 )
 from support.promises import DIFFERS, fused_adamw, plain_adamw, plain_sgd
 from torch import Tensor, nn
+from torch._functorch import config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp import DynamicLossScaler, FabricAmpPrecision
-from lightning_amp._compat._modules import CompiledBackwardWithoutAutocast
 from lightning_amp.scaling import DerivativeScale
 
 both_ways = pytest.mark.usefixtures("where_flags_live")
@@ -177,7 +177,7 @@ def test_gradients_of_all_uses_are_summed_in_fp32(plugins: FabricPlugins) -> Non
     torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-3 * float(reference.abs().max()))
 
 
-@pytest.mark.needs("reused casts")
+@pytest.mark.cpu
 def test_one_half_copy_of_a_weight_per_step() -> None:
     """From the second step on: in the first, the package learns which weights are used again."""
     loop = Loop(FabricAmpPrecision("bf16"), ManyUses, plain_sgd)
@@ -233,7 +233,7 @@ class Island(nn.Module):
 
 @slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
-@pytest.mark.skipif(not CompiledBackwardWithoutAutocast.is_possible(), reason="torch 2.8")
+@pytest.mark.skipif(not hasattr(config, "backward_pass_autocast"), reason="torch 2.8")
 @pytest.mark.parametrize("when", ["before setup", "after setup"])
 @promise(19, stock=DIFFERS)
 def test_compiled_backward_equals_eager(plugins: FabricPlugins, when: str) -> None:
@@ -252,10 +252,8 @@ def test_compiled_backward_equals_eager(plugins: FabricPlugins, when: str) -> No
 
 
 @pytest.mark.cpu  # a backward on a device runs in another thread, which has a switch of its own
-@pytest.mark.skipif(not CompiledBackwardWithoutAutocast.is_possible(), reason="torch 2.8")
+@pytest.mark.skipif(not hasattr(config, "backward_pass_autocast"), reason="torch 2.8")
 def test_the_switch_for_compiled_backwards_is_on_in_forwards_and_backwards_only() -> None:
-    from torch._functorch import config
-
     class Reads(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             seen.append(config.backward_pass_autocast)
@@ -363,7 +361,7 @@ def test_inputs_are_not_rounded(plugins: FabricPlugins, precision: str) -> None:
 @both_ways
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_dtypes_of_inputs_and_outputs(precision: str) -> None:
-    """With autocast, float64 inputs become float32. Integers stay, and half-precision outputs become float32."""
+    """Inputs stay as they are, float64 ones too. Half-precision outputs become float32."""
     seen: dict[str, torch.dtype] = {}
 
     class Sees(nn.Module):
@@ -379,10 +377,9 @@ def test_dtypes_of_inputs_and_outputs(precision: str) -> None:
     plugin = FabricAmpPrecision(precision)
     loop = Loop(plugin, Sees)
     batch = loop.fabric.to_device(batches()[0])
-    batch = batch if precision == "fp32" else batch.double()
-    result = loop.model(batch, ids=torch.arange(3, device=DEVICE), nested={"a": [batch]})
+    result = loop.model(batch, ids=torch.arange(3, device=DEVICE), nested={"a": [batch.double()]})
     half = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
-    assert seen == {"x": torch.float32, "ids": torch.int64, "nested": torch.float32, "out": half}
+    assert seen == {"x": torch.float32, "ids": torch.int64, "nested": torch.float64, "out": half}
     assert (result["out"].dtype, result["ids"].dtype, result["list"][0].dtype) == (
         torch.float32, torch.int64, torch.float32,
     )  # fmt: skip

@@ -151,7 +151,7 @@ def test_a_metric_that_is_made_later(run: str) -> None:
     else:
         trainer.validate(module, batches(2), verbose=False)
     assert seen == [torch.float32] * (5 if run == "fit" else 2)
-    assert all("_InFp32" not in repr(value) for value in vars(module.r2).values())
+    assert all("InFp32" not in repr(value) for value in vars(module.r2).values())
 
 
 class Compared(Metrics):

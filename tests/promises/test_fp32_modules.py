@@ -13,7 +13,6 @@ from support import DEVICE, FEATURES, Toy, assert_same, attributes, batches, eva
 from support.averages import EMAWeightAveraging
 from support.promises import DIFFERS, Plugins, promise
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_amp import AmpPrecision
 
@@ -187,17 +186,3 @@ def test_what_cannot_run_is_said_when_the_trainer_attaches(monkeypatch: pytest.M
     monkeypatch.setattr("lightning_amp.casting._precision_choice.runnable", lambda device: ["bf16", "fp32"])
     with pytest.raises(ValueError, match="cannot run eval_precision 'fp16'. It can run: 'bf16', 'fp32'"):
         quiet_trainer(plugins=[AmpPrecision("bf16", eval_precision="fp16")]).validate(Evaluated(), batches(1))
-
-
-def float64_batches() -> Any:
-    return DataLoader(torch.randn(8, FEATURES, dtype=torch.float64), batch_size=4)
-
-
-@pytest.mark.parametrize(("train", "evaluate"), [("bf16", None), ("bf16", "fp32"), ("fp32", "bf16")])
-def test_float64_batches(train: str, evaluate: str | None) -> None:
-    """Row 26 holds for evaluation, too; training in fp32 does not change."""
-    plugin = AmpPrecision(train, eval_precision=evaluate)
-    quiet_trainer(plugins=[plugin]).validate(Evaluated(), float64_batches(), verbose=False)
-    if train == "fp32":
-        with pytest.raises(RuntimeError, match="dtype"):
-            fit(Toy, AmpPrecision(train, eval_precision=evaluate), float64_batches())

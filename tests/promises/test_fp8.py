@@ -157,17 +157,8 @@ def test_gradients_are_between_18_and_35_db() -> None:
     figures = {}
     for name, plugin in {"fp8": fp8(), "bf16": AmpPrecision("bf16")}.items():
         monitor = GradientMonitor(every_n_steps=4)
-        trainer = fit(Net, plugin, batches(8, size=16), callbacks=[monitor])
+        fit(Net, plugin, batches(8, size=16), callbacks=[monitor])
         figures[name] = [row.sqnr_db for row in monitor.table if row.name == "(all)"]
-        total = monitor.table[-1]
-        rows = {row.name: row for row in monitor.table.last}
-        if name == "fp8":
-            assert 0 <= (total.fp8_underflow_fraction or 0) < 0.05
-            assert total.fp8_saturated_fraction == 0
-            assert rows["net.4"].fp8_underflow_fraction is not None
-            assert rows["net.0"].fp8_underflow_fraction is None
-            assert str(monitor.table).splitlines()[0].split("  ")[2] == "to zero in fp8"
-            assert float(trainer.callback_metrics["amp/fp8_underflow_fraction"]) == total.fp8_underflow_fraction
     assert all(18 < value < 35 for value in figures["fp8"])
     assert all(value > 38 for value in figures["bf16"])
 
@@ -182,23 +173,6 @@ def test_callbacks_look_and_change_nothing() -> None:
     assert_same(*runs)
     monitor: Any = callbacks[0]
     assert (monitor.history.num_attempted, monitor.history.num_skipped) == (8, 0)
-
-
-def test_a_stuck_run_goes_on_in_bf16_and_the_layers_with_it(tmp_path: Path) -> None:
-    """After two limits in a row no layer is in fp8; a checkpoint resumes in bf16."""
-    amp = fp8(fallback=["bf16", "fp32"])
-    with pytest.warns(UserWarning, match=r"Training in 'fp8' is stuck, and goes on in 'bf16'"):
-        stuck = fit(Net, amp, batches(70), callbacks=[Poison(dict.fromkeys(range(64), "gradient"))])
-    assert (amp.num_steps, amp.num_skipped, amp.last_step.precision) == (6, 64, "bf16")
-    rest = DataLoader([*batches(70)][64:], batch_size=None)
-    assert_same(stuck, fit(Net, AmpPrecision("bf16"), rest))
-    stuck.save_checkpoint(tmp_path / "stuck.ckpt")
-    runs = [
-        fit(Net, p, batches(70), ckpt_path=tmp_path / "stuck.ckpt", max_epochs=2) for p in (fp8(), AmpPrecision("bf16"))
-    ]
-    assert_same(*runs)
-    assert runs[0].precision_plugin.precision == "bf16-mixed"
-    assert runs[0].precision_plugin.last_step.precision == "bf16"
 
 
 def test_records_name_fp8() -> None:

@@ -231,13 +231,6 @@ def test_equal_blocks_share_one_graph(precision: str) -> None:
     assert counter.frame_count == 1  # torch gives up after eight and runs the other blocks eagerly
 
 
-def test_what_is_pruned_is_not_said_to_run_in_fp8() -> None:
-    own = plugin("fp8")
-    prune = L.pytorch.callbacks.ModelPruning("l1_unstructured", amount=0.3, verbose=0)
-    quiet_trainer(plugins=[own], callbacks=[prune], limit_train_batches=1, max_epochs=2).fit(Net(), loader())
-    assert None not in own.fp8_layers.values()
-
-
 @pytest.mark.filterwarnings("ignore:Lazy modules are")
 @pytest.mark.needs("parameters that stay")
 def test_a_lazy_layer_that_does_not_qualify_is_not_taken() -> None:

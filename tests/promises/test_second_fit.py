@@ -99,7 +99,7 @@ def test_two_fits_are_one(between: str) -> None:
 
 
 def test_a_streak_of_skips_goes_on() -> None:
-    plugin = scaled_fp32(max_consecutive_skips=10)
+    plugin = scaled_fp32(max_consecutive_skips=10, min_scale=2.0**16)
     trainer = quiet_trainer(plugins=[plugin], callbacks=[Poison(gradient=range(16))])
     trainer.fit(module := Toy(), batches())
     assert plugin.num_skipped == 8

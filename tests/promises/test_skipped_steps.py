@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -26,7 +27,7 @@ from support import (
 )
 from support.averages import EMAWeightAveraging, needs_averages
 from support.promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, plain_adamw, promise
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader
 
@@ -338,3 +339,37 @@ def test_the_lr_finder_records_no_rate_without_a_step(plugins: Plugins, optimize
     assert len(used) >= 13
     unused = [r for r in finder.results["lr"] if not any(r == pytest.approx(u) for u in used)]
     assert unused == []
+
+
+class Regression(L.LightningModule):
+    """In bad batches the loss is as ever, but its gradients overflow."""
+
+    lr = 1e-3
+
+    def __init__(self, bad: Iterable[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bad, self.net = set(bad), nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        output = self.net(batch).float()
+        loss = (output - batch.sum(1, keepdim=True)).square().mean()
+        return loss + 1e5 * (output - output.detach()).sum() if batch_idx in self.bad else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**16])
+@pytest.mark.parametrize("bad", [(40,), range(12), (20, 21, 60)])
+def test_row_48_the_lr_finder_suggests_the_rate_of_fp32(bad: Iterable[int], scale: float, tmp_path: Path) -> None:
+    def find(plugin: Any, bad: Iterable[int]) -> Any:
+        trainer = quiet_trainer(plugins=[plugin] if plugin else None, default_root_dir=tmp_path)
+        batch = next(iter(data(1, size=16)))
+        return Tuner(trainer).lr_find(Regression(bad), DataLoader([batch] * 100, batch_size=None), min_lr=1e-6)  # pyright: ignore[reportArgumentType]
+
+    found, expected = find(Plugins(True).fp16(scale), bad), find(None, ())
+    assert 1 / 3 < found.suggestion() / expected.suggestion() < 3
+    rates = found.results["lr"]
+    assert len(found.results["loss"]) == len(rates) == len(set(rates)) <= 100 - len(set(bad))

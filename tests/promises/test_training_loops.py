@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
@@ -29,10 +28,10 @@ from support import (
 )
 from support.promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, fused_sgd, plain_adamw, plain_sgd, promise
 from torch import Tensor, nn
+from torch._functorch import config
 from torch.utils.data import DataLoader
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
-from lightning_amp._compat._modules import CompiledBackwardWithoutAutocast
 
 # -- row 11: optimizers that call their closure more than once ------------------------------------
 
@@ -387,7 +386,7 @@ class TwentyTimes(Toy):
         return x.float().pow(2).mean()
 
 
-@pytest.mark.needs("reused casts")
+@pytest.mark.cpu
 @promise(18, stock=DIFFERS, next_stock=None)
 def test_one_half_copy_of_a_weight_per_step(plugins: Plugins) -> None:
     trainer = fit(TwentyTimes, plugins.bf16())
@@ -425,6 +424,43 @@ def test_the_gradients_of_all_uses_are_summed_in_fp32(plugins: Plugins) -> None:
     torch.testing.assert_close(module.gradient, reference, rtol=0, atol=1e-3 * float(reference.abs().max()))
 
 
+# -- row 65: an edited weight ---------------------------------------------------------------------
+
+EDITS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "one row": lambda weight, average: weight.data[5].mul_(2),
+    "one row, through NumPy": lambda weight, average: weight.data.numpy()[5].__imul__(2),
+    "copy_ of an average": lambda weight, average: weight.data.copy_(average),
+    "a weight norm by hand": lambda weight, average: torch._foreach_div_(
+        [weight.data], [weight.data.norm(dim=1)[:, None]]
+    ),
+}
+
+
+class EditedThroughData(Toy):
+    """Edits the weight between two uses of a layer in a step; autograd's version counter does not move."""
+
+    def __init__(self, edit: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__(plain_sgd, nn.Linear(FEATURES, 256))
+        self.edit = edit
+        self.uses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        average = self.net.weight.detach() + 0.5
+        self.uses = [self.net(batch), self.net(batch)]
+        self.edit(self.net.weight, average)
+        self.uses += [self.net(batch), nn.functional.linear(batch, self.net.weight, self.net.bias)]
+        return torch.stack(self.uses).float().square().mean()
+
+
+@pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.cpu] if "NumPy" in how else []) for how in EDITS])
+@promise(65, stock=None, next_stock=DIFFERS)
+def test_an_edit_through_data_between_two_uses_is_seen(plugins: Plugins, how: str) -> None:
+    module = fit(lambda: EditedThroughData(EDITS[how]), plugins.bf16(), batches(4)).lightning_module
+    _, before, after, expected = module.uses
+    assert_same(after, expected)
+    assert not torch.equal(after, before)
+
+
 # -- row 19: torch.compile ------------------------------------------------------------------------
 
 
@@ -452,7 +488,7 @@ class Compiled(Toy):
 
 
 needs_the_switch = pytest.mark.skipif(
-    not CompiledBackwardWithoutAutocast.is_possible(), reason="torch 2.8 runs compiled backwards under autocast"
+    not hasattr(config, "backward_pass_autocast"), reason="torch 2.8 runs compiled backwards under autocast"
 )
 
 
@@ -462,18 +498,6 @@ def test_compiled_backward_equals_eager(plugins: Plugins) -> None:
     compiled = fit(lambda: Compiled(True), plugins.bf16(), batches(2))
     eager = fit(lambda: Compiled(False), plugins.bf16(), batches(2))
     assert_same(weights(compiled)["net.0.weight"], weights(eager)["net.0.weight"], rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("is_compiled", [True, False])
-def test_a_torch_that_cannot_says_so(precision: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CompiledBackwardWithoutAutocast, "is_possible", staticmethod(lambda: False))
-    module = Compiled(False)
-    if is_compiled:
-        module.net.compile(backend="eager")
-    rounds = pytest.warns(UserWarning, match="runs a compiled backward under autocast. It rounds gradients of float32")
-    with rounds if is_compiled and precision == "bf16" else contextlib.nullcontext():
-        fit(module, AmpPrecision(precision), batches(1))
 
 
 # -- row 31: anomaly detection --------------------------------------------------------------------

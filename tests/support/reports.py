@@ -8,10 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_amp.compare._judge import Judgement, judge
-from lightning_amp.compare._plan import CONTROL, Margin, Plan
-from lightning_amp.compare._report import PrecisionReport
-from lightning_amp.compare._run import ArmRun, Point
+from lightning_amp.compare import CONTROL, Margin, Plan, Point, PrecisionReport, Run
 from lightning_amp.findings import StepRecord
 
 ARMS = {
@@ -69,23 +66,18 @@ def make_report(
         control=num_seeds > 1,
         margins={name: MARGINS[name] for name in metrics if name in MARGINS} if margins is None else margins,
     )
-    runs: list[ArmRun] = []
+    runs: list[Run] = []
     for label, seed in plan.runs():
         if (label, seed) in failing:
             log = f"Epoch 3: 41%\nTraceback (most recent call last):\n  ...\n{error}"
-            runs.append(ArmRun(label, seed, error=error, device="cuda: NVIDIA H200", versions=VERSIONS, log=log))
+            runs.append(Run(label, seed, error=error, device="cuda: NVIDIA H200", versions=VERSIONS, log=log))
             continue
         run = _run(plan, label, seed, metrics, num_validations, num_losses)
         runs.append(replace(_spoiled(run) if (label, seed) in not_finite else run, **fields))
     return PrecisionReport(plan, runs)
 
 
-def judged(report: PrecisionReport) -> Judgement:
-    """Return the judgement that the views of a report get."""
-    return judge(report.plan, [run for arm in report.arms.values() for run in arm.runs])
-
-
-def _run(plan: Plan, label: str, seed: int, metrics: Sequence[str], num_validations: int, num_losses: int) -> ArmRun:
+def _run(plan: Plan, label: str, seed: int, metrics: Sequence[str], num_validations: int, num_losses: int) -> Run:
     kind = _kind(plan, label)
     rng = random.Random(f"{label} {seed}")
     shared = random.Random(seed)  # the noise that all arms of one seed share
@@ -105,7 +97,7 @@ def _run(plan: Plan, label: str, seed: int, metrics: Sequence[str], num_validati
     skipped = sum(record.skipped for record in scale)
     last = {name: points[-1].value for name, points in curves.items()}
     low = 0.0 if kind == "fp32" else 1e-4
-    return ArmRun(
+    return Run(
         label,
         seed,
         precision=kind,
@@ -115,6 +107,7 @@ def _run(plan: Plan, label: str, seed: int, metrics: Sequence[str], num_validati
         loss=loss,
         same_weights={name: (value, value - rng.gauss(low, low / 2)) for name, value in last.items()},
         step_s=tuple(step_s * rng.uniform(0.96, 1.06) for _ in range(60)),
+        timed_steps=tuple(range(60)),
         samples_per_s=tuple(256 / step_s * rng.uniform(0.96, 1.02) for _ in range(60)),
         train_s=num_steps * step_s,
         total_s=num_steps * step_s + 9,
@@ -155,7 +148,7 @@ def _scale(num_steps: int, rng: random.Random) -> tuple[StepRecord, ...]:
     return tuple(records)
 
 
-def _spoiled(run: ArmRun) -> ArmRun:
+def _spoiled(run: Run) -> Run:
     """Return the run with NaN in its last third."""
 
     def spoiled(points: tuple[Point, ...]) -> tuple[Point, ...]:
@@ -193,7 +186,7 @@ REPORTS: dict[str, Callable[[], PrecisionReport]] = {
     "no metrics": lambda: make_report(metrics=()),
     "no margins": lambda: make_report(2, 3, margins={}),
     "no scaling": lambda: make_report(2, 3, peak_memory_bytes=None, memory_of=None, samples_per_s=(), matmul_flops={}),
-    "no times": lambda: make_report(2, 1, step_s=(), samples_per_s=(), loss=(), memory_of="tensors"),
+    "no times": lambda: make_report(2, 1, step_s=(), timed_steps=(), samples_per_s=(), loss=(), memory_of="tensors"),
     "three metrics": lambda: make_report(5, 3, metrics=("val_loss", "val_acc", "val_perplexity")),
 }
 """Reports by their special property."""

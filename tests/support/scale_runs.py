@@ -31,18 +31,3 @@ def scale_run(pattern: str, first: int = 0, **policy: Any) -> ScaleHistory:
     history = ScaleHistory()
     history.extend(records)
     return history
-
-
-def fallen_back(skips: int = 6, then: int = 10, to: tuple[Any, ...] = ("bf16",)) -> ScaleHistory:
-    """Return a run that is stuck in fp16 and continues in other precisions. One step in each of them is skipped."""
-    history, index = ScaleHistory(), 0
-    for _ in range(skips):
-        scale = 2.0 ** (3 - index)
-        history.extend([StepRecord(index, 0, scale, scale / 2, True, "gradient", "fp16")])
-        index += 1
-    for precision in to:
-        for i in range(then):
-            reason: Any = "gradient" if i == 4 else "none"
-            history.extend([StepRecord(index, 0, 1.0, 1.0, i == 4, reason, precision)])
-            index += 1
-    return history

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -16,6 +17,8 @@ import lightning_amp
 TOP = "lightning_amp"
 ROOT = Path(lightning_amp.__file__).parent
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+REMOVAL = re.compile(r"\bremove (when|with `(\w+)`)", re.IGNORECASE)
+"""What each use of another library's private name says: when to remove it, or with which other one."""
 
 
 class Finding(NamedTuple):
@@ -112,6 +115,33 @@ class Source:
     @functools.cached_property
     def functions(self) -> list[Function]:
         return [node for node in self.nodes if isinstance(node, Function)]
+
+    def described(self, body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, str, str]]:
+        """Yield functions, classes and assignments, each with its name, and its docstring or the comment above it."""
+        lines = self.text.splitlines()
+        for node, following in zip(body, [*body[1:], None], strict=True):
+            if isinstance(node, (Function, ast.ClassDef)):
+                name, text = node.name, ast.get_docstring(node) or ""
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                is_described = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                name, text = ast.unparse(target), str(following.value.value) if is_described else ""
+                first = node.lineno
+            else:
+                continue
+            above = first - 2
+            while above >= 0 and lines[above].lstrip().startswith("#"):
+                text = f"{lines[above].strip().lstrip('# ')} {text}"
+                above -= 1
+            yield node, name, " ".join(text.split())
+
+    @functools.cached_property
+    def with_an_end(self) -> set[int]:
+        """Return the lines of functions, methods, classes and assignments that say when to remove them."""
+        bodies = [self.tree.body, *(node.body for node in self.classes)]
+        found = [node for body in bodies for node, _, text in self.described(body) if REMOVAL.search(text)]
+        return {line for node in found for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
     def meaning(self, expression: ast.expr) -> str:
         """Return the dotted name behind an expression; `Sequence[int]` is a `Sequence`."""

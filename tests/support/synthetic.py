@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_amp.compare._plan import CONTROL, Margin, Plan
-from lightning_amp.compare._report import PrecisionReport
-from lightning_amp.compare._run import ArmRun, Point
+from lightning_amp.compare import CONTROL, Margin, Plan, Point, PrecisionReport, Run
 
 
 def curve(*values: float) -> tuple[Point, ...]:
@@ -15,14 +13,20 @@ def curve(*values: float) -> tuple[Point, ...]:
     return tuple(Point(10 * (i + 1), float(i + 1), value) for i, value in enumerate(values))
 
 
-def make_run(label: str = "fp32", seed: int = 0, step_s: float | None = 0.01, **fields: Any) -> ArmRun:
-    """Return a finished run, with times that differ by 2 %. `fields` go to `ArmRun`."""
+def make_run(label: str = "fp32", seed: int = 0, step_s: float | None = 0.01, **fields: Any) -> Run:
+    """Return a finished run, with times that differ by 2 %. `fields` go to `Run`."""
     times = () if step_s is None else tuple(step_s * (1 + 0.001 * i) for i in range(20))
-    usual: dict[str, Any] = {"precision": label, "device": "cpu", "step_s": times, "versions": {"torch": "2.13.0"}}
-    return ArmRun(label, seed, **(usual | fields))
+    usual: dict[str, Any] = {
+        "precision": label,
+        "device": "cpu",
+        "step_s": times,
+        "timed_steps": tuple(range(len(times))),
+        "versions": {"torch": "2.13.0"},
+    }
+    return Run(label, seed, **(usual | fields))
 
 
-def failed(label: str, seed: int, error: str = "OutOfMemoryError: CUDA out of memory.", **fields: Any) -> ArmRun:
+def failed(label: str, seed: int, error: str = "OutOfMemoryError: CUDA out of memory.", **fields: Any) -> Run:
     return make_run(label, seed, None, error=error, **fields)
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from lightning_amp._arguments import (
     require_bool,
     require_choice,
     require_count,
-    require_number,
 )
 
 
@@ -38,14 +36,6 @@ def test_counts(value: Any) -> None:
     assert refusal(require_count, 0, none="or `None` for all").endswith("1 or more, or `None` for all; got 0.")
 
 
-@pytest.mark.parametrize("value", [-0.1, 1.5, math.nan, True, "0.5", None])
-def test_numbers(value: Any) -> None:
-    assert refusal(require_number, value, 0, 1) == f"`name` must be a number from 0 to 1, got {value!r}."
-    require_number("name", None, 0, optional=True)
-    require_number("name", math.inf, 0)
-    assert refusal(require_number, -1, 0, optional=True) == "`name` must be a number of 0 or more, or `None`; got -1."
-
-
 def test_finite_numbers() -> None:
     assert is_number(3)
     assert is_number(math.inf, finite=False)
@@ -56,5 +46,4 @@ def test_choices() -> None:
     require_bool("name", False)
     assert refusal(require_bool, 1) == "`name` must be `True` or `False`, got 1."
     require_choice("name", "a", ("a", "b"))
-    assert refusal(require_choice, "c", ("a", "b")) == '`name` must be "a" or "b", got \'c\'.'
-    assert re.search(r"one of \['a', 'b', 'c'\], got 4\. Or", refusal(require_choice, 4, [*"abc"], "Or not."))
+    assert refusal(require_choice, 4, ("a", "b"), "Or not.") == '`name` must be "a" or "b", got 4. Or not.'

@@ -111,7 +111,7 @@ def test_what_is_replaced_is_not_looked_into() -> None:
         return "new" if value is pair else value
 
     assert replace({"a": [pair, 3]}, function) == {"a": ["new", 3]}
-    assert seen == [pair, 3]
+    assert seen[2:] == [pair, 3]
 
 
 def test_paths_of_tensors() -> None:

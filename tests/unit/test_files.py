@@ -1,114 +1,163 @@
-"""Files are whole or unchanged, with locks and (as on Windows) without. Faults from outside: `tests/faults`."""
+"""Files are whole or unchanged, here and at URLs. Faults from outside: `tests/faults`."""
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from support.stores import Bucket
 
-from lightning_amp import _files
-from lightning_amp._files import LEFTOVER, write_atomically
+from lightning_amp._files import LEFTOVER, child, is_url, location, open_text, write_atomically
 
 
-@pytest.fixture(params=["locks", "no locks"], autouse=True)
-def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "no locks":
-        monkeypatch.setattr(_files, "fcntl", None)
+class Universal:
+    """As `UPath` of universal-pathlib, which is no `os.PathLike` for a remote URL."""
 
-
-def test_text_and_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "made" / "too" / "a.csv"
-    write_atomically(path, lambda file: file.write("ä\n"))
-    assert path.read_bytes() == "ä\n".encode()
-    write_atomically(str(path), lambda file: file.write(b"\r\n"), mode="binary")
-    assert path.read_bytes() == b"\r\n"
-    assert list(path.parent.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("error", [ValueError("half"), KeyboardInterrupt()])
-def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path, error: BaseException) -> None:
-    path = tmp_path / "a.csv"
-    write_atomically(path, lambda file: file.write("old"))
-
-    def fail(file: Any) -> None:
-        file.write("new")
-        file.flush()
-        assert path.read_text() == "old"
-        raise error
-
-    with pytest.raises(type(error)):
-        write_atomically(path, fail)
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a.csv": "old"}
-
-
-def test_what_a_dead_process_left_goes(tmp_path: Path) -> None:
-    (tmp_path / f".b.csv.12345678{LEFTOVER}").write_text("half")
-    write_atomically(tmp_path / "a.csv", lambda file: file.write(""))
-    assert [p.name for p in tmp_path.iterdir()] == ["a.csv"]
-
-
-# -- URLs --------------------------------------------------------------------------------------------------------------
+    def __str__(self) -> str:
+        return "memory://runs/1"
 
 
 @pytest.fixture
-def staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the temporary folder, in which a file waits for its upload."""
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a folder that does not exist yet, here or at a URL; the temporary folder is `tmp_path`."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+    return f"{tmp_path}/made/too" if request.param == "here" else request.getfixturevalue(request.param)
 
 
-def content(url: str) -> bytes:
-    with fsspec.open(url, "rb") as file:
+everywhere = pytest.mark.parametrize("place", ["here", "memory_folder", "bucket_folder"], indirect=True)
+
+
+def content(path: str) -> bytes:
+    with fsspec.open(path, "rb") as file:
         return file.read()
 
 
-def test_text_and_bytes_to_a_url(folder_url: str, staging: Path) -> None:
-    url = f"{folder_url}/made/a.csv"
-    write_atomically(url, lambda file: file.write("ä\n"))
-    assert content(url) == "ä\n".encode()
-    write_atomically(url, lambda file: file.write(b"\r\n"), mode="binary")
-    assert content(url) == b"\r\n"
-    assert list(staging.iterdir()) == []
+@everywhere
+def test_text_and_bytes(place: str, tmp_path: Path) -> None:
+    path = f"{place}/a.csv"
+    write_atomically(path, lambda file: file.write("ä\n"))
+    assert content(path) == "ä\n".encode()
+    write_atomically(path, lambda file: file.write(b"\r\n"), mode="binary")
+    assert content(path) == b"\r\n"
+    assert [str(p) for p in tmp_path.rglob("*") if p.is_file()] == [path] * (place.startswith(str(tmp_path)))
 
 
+@everywhere
 @pytest.mark.parametrize("error", [ValueError("half"), KeyboardInterrupt()])
-def test_a_failure_leaves_what_is_at_the_url(folder_url: str, staging: Path, error: BaseException) -> None:
-    """Files of fsspec keep their contents when an exception closes them."""
-    url = f"{folder_url}/a.csv"
-    write_atomically(url, lambda file: file.write("old"))
+def test_a_failure_leaves_the_old_file_and_nothing_else(place: str, error: BaseException, tmp_path: Path) -> None:
+    path = f"{place}/a.csv"
+    write_atomically(path, lambda file: file.write("old"))
+    before = list(tmp_path.rglob("*"))
 
     def fail(file: Any) -> None:
         file.write("new" * 10**6)
         file.flush()
-        assert content(url) == b"old"
+        assert content(path) == b"old"
         raise error
 
     with pytest.raises(type(error)):
-        write_atomically(url, fail)
-    assert content(url) == b"old"
-    assert list(staging.iterdir()) == []
+        write_atomically(path, fail)
+    assert content(path) == b"old"
+    assert list(tmp_path.rglob("*")) == before
 
 
-def test_an_upload_that_fails_leaves_nothing_here(bucket_folder: str, staging: Path) -> None:
-    Bucket.failure = ConnectionError("nobody there")
-    with pytest.raises(OSError, match="nobody there"):
-        write_atomically(f"{bucket_folder}/a.csv", lambda file: file.write("new"))
-    assert list(staging.iterdir()) == []
+def test_files_of_other_writers_stay(tmp_path: Path) -> None:
+    """Without a lock that all machines see, a file of a dead process cannot be told from one of a live process."""
+    theirs = tmp_path / f".b.csv.12345678{LEFTOVER}"
+    theirs.write_text("half")
+    write_atomically(tmp_path / "a.csv", lambda file: file.write(""))
+    assert theirs.read_text() == "half"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such permissions")
-def test_what_waits_for_its_upload_is_the_owners(folder_url: str, staging: Path) -> None:
+@pytest.mark.parametrize("place", ["memory_folder"], indirect=True)
+def test_what_waits_for_its_upload_is_the_owners(place: str, tmp_path: Path) -> None:
     modes: list[int] = []
-    write_atomically(f"{folder_url}/a.csv", lambda file: modes.append(os.fstat(file.fileno()).st_mode & 0o777))
-    assert modes == [0o600]
+    write_atomically(f"{place}/a", lambda _: modes.extend(p.stat().st_mode & 0o777 for p in tmp_path.iterdir()))
+    assert modes == [0o700]
 
 
-def test_what_a_dead_process_left_of_an_upload_goes(folder_url: str, staging: Path) -> None:
-    (staging / f".b.pt.12345678{LEFTOVER}").write_text("half")
-    write_atomically(f"{folder_url}/a.csv", lambda file: file.write(""))
-    assert list(staging.iterdir()) == []
+@pytest.mark.parametrize("place", ["bucket_folder"], indirect=True)
+@pytest.mark.parametrize("failure", [PermissionError("denied"), RuntimeError("no\n credentials")])
+def test_an_upload_that_fails(failure: Exception, place: str, tmp_path: Path) -> None:
+    """Each exception of a driver becomes an `OSError` of one line."""
+    write_atomically(f"{place}/a.csv", lambda file: file.write("old"))
+    Bucket.failure = failure
+    with pytest.raises(OSError, match=f"^{type(failure).__name__}: {' '.join(str(failure).split())}$"):
+        write_atomically(f"{place}/a.csv", lambda file: file.write("new"))
+    assert Bucket.objects == {"bucket/run/a.csv": b"old"}
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["runs", "C:\\runs", "C:/runs", "a::b", Path("/a/b")])
+def test_a_path(path: Any) -> None:
+    assert location(path) == Path(path)
+    assert not is_url(path)
+
+
+@pytest.mark.parametrize("path", ["", "memory:/runs/1", Path("memory://runs/1"), Path("s3://bucket")])
+def test_what_is_no_path(path: Any) -> None:
+    """`Path("s3://bucket")` would be a folder here."""
+    for refuse in (lambda: location(path, "dirpath"), lambda: open_text(path, "dirpath")):
+        with pytest.raises(ValueError, match=r"`dirpath` must be a path, or a URL as a string .* got "):
+            refuse()
+
+
+@pytest.mark.parametrize("url", ["memory://", "memory://runs/1/", "simplecache::test-bucket://bucket/run"])
+def test_a_url_is_left_alone(url: str) -> None:
+    assert location(url) == url
+    assert is_url(url)
+
+
+def test_an_object_whose_text_is_a_url() -> None:
+    assert location(Universal()) == "memory://runs/1"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("protocol", ["file", "local"])
+def test_this_machine_is_a_path(protocol: str, tmp_path: Path) -> None:
+    assert location(f"{protocol}://{tmp_path}") == tmp_path
+
+
+@pytest.mark.parametrize("url", ["S4://bucket", "simplecache::memry://runs", "runs/s3://x"])
+def test_an_unknown_protocol_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=rf"`dirpath` must be a path or a URL of fsspec, got '{url}'\. Protocol not "):
+        location(url, "dirpath")
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/run", "simplecache::gs://bucket/run"])
+def test_a_missing_driver_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ImportError, match=rf"`dirpath` must be a path or a URL of fsspec, got '{url}'\. .*gcsfs"):
+        location(url, "dirpath")
+
+
+def test_a_child() -> None:
+    assert child(Path("runs"), "a.csv") == Path("runs/a.csv")
+    assert child("memory://", "a.csv") == "memory://a.csv"
+    assert child("memory://runs", "a.csv") == child("memory://runs/", "a.csv") == "memory://runs/a.csv"
+
+
+@everywhere
+def test_reading(place: str) -> None:
+    """Editors on Windows write a byte order mark in front of a text."""
+    value = "\ufeffä\r\nb\n".encode()
+    write_atomically(f"{place}/a", lambda file: file.write(value), mode="binary")
+    with open_text(f"{place}/a") as file:
+        assert file.read() == "ä\r\nb\n"
+    with pytest.raises(FileNotFoundError):
+        open_text(f"{place}/b")
+
+
+def test_a_folder_below_a_file(memory_folder: str) -> None:
+    MemoryFileSystem().pipe_file(memory_folder, b"")
+    with pytest.raises(OSError, match="runs/1"):
+        write_atomically(f"{memory_folder}/a.csv", lambda file: file.write(""))

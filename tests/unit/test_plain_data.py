@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf, nan
 
-from lightning_amp._plain_data import line, null, plain, table
+from lightning_amp._plain_data import Table, line, null, plain
 
 
 def test_numbers_that_are_not_finite() -> None:
@@ -18,8 +18,8 @@ def test_a_line_holds_no_html() -> None:
 
 
 def test_a_cell_is_one_line_and_ends_where_it_should() -> None:
-    assert table(["a"], [["x | y\n<c> \\|"]]) == "| a |\n| --- |\n| x \\| y \\<c> \\\\\\| |"
+    assert str(Table(["a"], [["x | y\n<c> \\|"]])) == "| a |\n| --- |\n| x \\| y \\<c> \\\\\\| |"
 
 
 def test_the_rule_of_a_table() -> None:
-    assert table(["a", "b"], [["1", "2"]], ["---", "--:"]) == "| a | b |\n| --- | --: |\n| 1 | 2 |"
+    assert str(Table(["a", "b"], [["1", "2"]], ["---", "--:"])) == "| a | b |\n| --- | --: |\n| 1 | 2 |"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_amp._text import counted, exact, listed, literal, named, percent, rounded, span
+from lightning_amp._text import counted, exact, listed, literal, named, percent, rounded
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,3 @@ def test_a_few_names_and_how_many_more() -> None:
 )
 def test_percent(fraction: float, text: str) -> None:
     assert percent(fraction) == text
-
-
-def test_span() -> None:
-    assert span(["12", "40"]) == "12 to 40"
-    assert span(["12", "12"]) == "12"
-    assert span([]) == ""

@@ -20,9 +20,8 @@ from torchmetrics.regression import MeanAbsoluteError
 from typing_extensions import override
 
 from lightning_amp import AmpPrecision
-from lightning_amp.compare._arms import ArmSpec
-from lightning_amp.compare._run import ArmRun
-from lightning_amp.compare._worker import Task, run_arm
+from lightning_amp.compare import Run, Spec
+from lightning_amp.compare._train import train
 
 TRAINER: dict[str, Any] = {
     "accelerator": "cpu",
@@ -117,20 +116,19 @@ def not_a_module() -> int:
     return 1
 
 
-def here(task: Task, on_progress: Callable[..., None] = lambda *_: None) -> ArmRun:
-    """Run an arm in this process instead of `run_in_process`, which takes seconds to import everything."""
-    folder = Path(task.work_folder)
+def here(spec: Spec, on_progress: Callable[..., object] = lambda *_: None) -> Run:
+    """Train in this process instead of `run_in_process`, which takes seconds to import everything."""
+    folder = Path(spec.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    return run_arm(task, folder, time.time())
+    return train(spec, folder, time.time())
 
 
-def task(
+def spec(
     folder: Path, source: Any = "fp32", module: Any = Waves, data: Any = Sea, moved: bool = False, **changes: Any
-) -> Task:
-    """Make one arm with one seed."""
-    arm = ArmSpec("arm", {"precision": source} if isinstance(source, str) else source)
-    kwargs = {**TRAINER, **changes}
-    return Task("arm", 3, arm, moved, module, data, kwargs, str(folder))
+) -> Spec:
+    """Return one arm with one seed."""
+    source = {"precision": source} if isinstance(source, str) else source
+    return Spec("arm", source, 3, moved, module, data, {**TRAINER, **changes}, str(folder))
 
 
 def by_hand(plugin: Any, module: Any = Waves, data: Any = Sea, seed: int = 3, **changes: Any) -> L.Trainer:

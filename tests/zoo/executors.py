@@ -6,22 +6,11 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 from support.synthetic import curve, make_run
 
 import lightning_amp
-from lightning_amp.compare import _remote
-from lightning_amp.compare._process import PackedTask
-from lightning_amp.compare._remote import Assignment, train
-from lightning_amp.compare._run import ArmRun
+from lightning_amp.compare import Run, Spec
 from zoo.compared import TRAINER, Sea, Waves
-
-
-def assignment_of(pickled: bytes) -> Assignment:
-    """Return what `submit` sends, without training it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_remote, "train", lambda assignment: assignment)
-        return pickle.loads(pickled)
 
 
 class Job:
@@ -38,38 +27,47 @@ class Job:
 
 
 class Inline:
-    """Runs a job when its result is asked for, and keeps the assignments.
+    """Runs a job when its result is asked for.
 
     Args:
-        change: Gets each call and its assignment in place of the call itself.
+        change: Gets each job and its number in place of the job itself.
         order: The jobs end in this order, by their number; the usual order is that of `submit`.
 
     """
 
     def __init__(
-        self, change: Callable[[Callable[..., Any], Assignment], Any] | None = None, order: Sequence[int] = ()
+        self, change: Callable[[Callable[[], Any], int], Any] = lambda job, _: job(), order: Sequence[int] = ()
     ) -> None:
-        self.assignments: list[Assignment] = []
-        self._change = change or (lambda fn, assignment: fn(assignment))
-        self._order = list(order)
+        self.sent: list[bytes] = []
+        self._change, self._order = change, list(order)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
-        fn, assignment = train, assignment_of(*args)
-        number = len(self.assignments)
-        self.assignments.append(assignment)
+        number = len(self.sent)
+        self.sent.append(pickle.dumps((fn, args)))
 
         def call() -> Any:
             if number in self._order:
                 self._order.remove(number)
-            return self._change(fn, assignment)
+            fn, args = pickle.loads(self.sent[number])
+            return self._change(lambda: fn(*args), number)
 
         return Job(call, lambda: number not in self._order or self._order[0] == number)
 
 
-def trained(task: PackedTask) -> ArmRun:
+def trained(label: str, seed: int) -> Run:
     """Return a run with values that depend on its label and seed."""
-    value = 1.0 + 0.1 * task.seed + 0.001 * len(task.label)
-    return make_run(task.label, task.seed, curves={"val_loss": curve(2.0, value)}, loss=curve(value))
+    value = 1.0 + 0.1 * seed + 0.001 * len(label)
+    return make_run(label, seed, curves={"val_loss": curve(2.0, value)}, loss=curve(value), versions=VERSIONS)
+
+
+def trained_here(spec: Spec, *_: Any) -> Run:
+    """Stand in for `run_in_process`."""
+    return trained(spec.label, spec.seed)
+
+
+def trained_there(header: dict[str, Any], *_: Any) -> Run:
+    """Stand in for `run_packed`."""
+    return trained(header["label"], header["seed"])
 
 
 def compare(executor: Any, precisions: Any = ("fp32", "bf16"), **kwargs: Any) -> lightning_amp.PrecisionReport:
@@ -77,21 +75,10 @@ def compare(executor: Any, precisions: Any = ("fp32", "bf16"), **kwargs: Any) ->
     return lightning_amp.compare_precisions(changes.pop("module", Waves), Sea, precisions, **changes)
 
 
-def once(error: BaseException, label: str = "bf16") -> Callable[[Any, Assignment], Any]:
-    """Lose the first attempt of the runs of an arm."""
+def _versions() -> dict[str, str]:
+    from lightning_amp.compare._process import versions
 
-    def change(fn: Any, assignment: Assignment) -> Any:
-        if assignment.tasks[0].label == label and not assignment.first_attempt:
-            raise error
-        return fn(assignment)
-
-    return change
+    return versions()
 
 
-def always(error: BaseException, label: str = "bf16") -> Callable[[Any, Assignment], Any]:
-    def change(fn: Any, assignment: Assignment) -> Any:
-        if assignment.tasks[0].label == label:
-            raise error
-        return fn(assignment)
-
-    return change
+VERSIONS = _versions()

@@ -114,7 +114,6 @@ class Fault(Entry):
         remedy: A kind of remedy that must have worked.
         scaler: The scaler of the plugin.
         is_taken: Whether the steps are taken.
-        warns: Matches a warning before the step.
 
     """
 
@@ -131,7 +130,6 @@ class Fault(Entry):
     remedy: str = ""
     scaler: Any = None
     is_taken: bool = False
-    warns: str = ""
     cured: dict[str, Any] = field(default_factory=dict)
 
     def plugin(self, cured: bool = False) -> AmpPrecision:
@@ -708,9 +706,8 @@ class Diverges(Net):
 
 
 @fault(
-    "a learning rate that becomes NaN", "weights", precision="fp32", says="`lr` was NaN in step 4",
-    warns=r"The optimizer \(SGD\): `lr` is NaN, as `LambdaLR` has set it, .* faults.py:.*Step 4 is about to use it",
-    **WRONG,
+    "a learning rate that becomes NaN", "learning rate", precision="fp32",
+    says="is not finite since step 4, whose learning rate was NaN", **WRONG,
 )  # fmt: skip
 class Scheduled(Ill):
     """A schedule that divides by a number that becomes 0."""

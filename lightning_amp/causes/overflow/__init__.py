@@ -2,7 +2,6 @@
 
 from lightning_amp.causes.overflow._everybody import Explained, origins
 from lightning_amp.causes.overflow._known_causes import KnownCauses
-from lightning_amp.causes.overflow._report_files import ReportFiles
 from lightning_amp.causes.overflow._search import blank_report, explain, largest_weight
 
-__all__ = ["Explained", "KnownCauses", "ReportFiles", "blank_report", "explain", "largest_weight", "origins"]
+__all__ = ["Explained", "KnownCauses", "blank_report", "explain", "largest_weight", "origins"]

@@ -13,7 +13,7 @@ from typing_extensions import final
 from lightning_amp.causes.overflow._remedies import Case, try_remedies
 from lightning_amp.findings import Remedy
 from lightning_amp.reports import OverflowReport
-from lightning_amp.shadow import KeptBatch, Lockstep, gather, is_sharded, tensor_parallel_size
+from lightning_amp.shadow import Lockstep, gather, is_sharded, tensor_parallel_size
 
 
 @final
@@ -22,15 +22,9 @@ class Explained(NamedTuple):
 
     report: OverflowReport
     key: str  # the same for all batches that show this cause
-    step: KeptBatch | None = None  # the batch that the report describes
     # place of the first fault in the order of the step's operations, to see which rank of several has the origin
     begins: float = math.inf
     is_received: bool = False  # the first values that were not finite came from another rank
-
-    @property
-    def for_others(self) -> Explained:
-        """Return what the other ranks need, without the batch."""
-        return self._replace(step=None)
 
 
 def try_together(
@@ -42,7 +36,7 @@ def try_together(
     """
     mine = None if case is None or found is None else found
     work = rerun if case is None else case.is_finite
-    everybodys = gather(trainer, None if mine is None else mine.for_others)
+    everybodys = gather(trainer, mine)
     tried: dict[str, list[Remedy]] = {}
     for one in origins(trainer, [one for one in everybodys if one is not None]):
         if one.key in tried:

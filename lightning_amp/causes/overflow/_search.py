@@ -78,8 +78,8 @@ def _scale_is(scaler: torch.amp.GradScaler | None, record: StepRecord) -> ScaleI
 
 
 def largest_weight(trainer: Trainer, module: LightningModule) -> float:
-    """Return the largest magnitude of the parameters; all ranks must call. This waits for the device."""
-    found = [largest_finite(p.detach()) for p in module.parameters() if p.numel() and p.is_floating_point()]
+    """Return the largest magnitude of the trained parameters; all ranks must call. This waits for the device."""
+    found = [largest_finite(p.detach()) for p in module.parameters() if p.numel() and p.requires_grad]
     mine = float(stack_scalars(found).max()) if found else 0.0
     return max(gather(trainer, mine)) if is_sharded(trainer) else mine
 
@@ -105,7 +105,7 @@ def explain(
     with ExitStack() as stack:
 
         def start() -> TrainingPass:
-            return stack.enter_context(closing(TrainingPass(trainer, module, precision=record.precision)))
+            return stack.enter_context(closing(TrainingPass(trainer, module)))
 
         try:
             replay = ranks.run(start)
@@ -173,7 +173,7 @@ def _with_remedies(found: Explained, tried: list[Remedy]) -> Explained:
 
 def _not_found(report: OverflowReport, step: KeptBatch, number: int, note: str) -> Explained:
     report = replace(report, batch_idx=step.batch_idx, num_replayed=number, note=note)
-    return Explained(report, f"{report.cause}: {note}", step)
+    return Explained(report, f"{report.cause}: {note}")
 
 
 def _without_fp32(report: OverflowReport, run: _StepAsItWas, step: KeptBatch, number: int, note: str) -> Explained:
@@ -186,7 +186,7 @@ def _without_fp32(report: OverflowReport, run: _StepAsItWas, step: KeptBatch, nu
         parameters=report.parameters or run.parameters,
         note=note,
     )
-    return Explained(report, key_without_fp32(run.found, run.watch), step, _begins(run), _is_received(run))
+    return Explained(report, key_without_fp32(run.found, run.watch), _begins(run), _is_received(run))
 
 
 def _is_received(run: _StepAsItWas) -> bool:

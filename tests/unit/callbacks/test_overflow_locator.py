@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import fsspec
 import lightning as L
 import pytest
 import torch
-from support import DEVICE, Poison, Recorder, Toy, assert_same, batches, fit, flags_on_a_device, stock
+from support import Poison, Recorder, Toy, assert_same, batches, fit, flags_on_a_device, stock
 from support.stores import Bucket
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,8 +20,8 @@ from zoo.overflows import BadRow, fp16, with_bad
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator, StepRecord
 from lightning_amp.callbacks import _overflow_locator
+from lightning_amp.reports import OverflowReport
 from lightning_amp.scaling import RecordLog, Subscription
-from lightning_amp.tracing import replay
 
 
 class TwoFaults(BadRow):
@@ -126,31 +127,13 @@ def test_the_last_of_too_many_skips_is_reported_too() -> None:
     assert [r.batch_idx for r in locator.reports] == [2, 3, 4]
 
 
-def test_bundle(tmp_path: Path) -> None:
-    locator = OverflowLocator(dirpath=tmp_path, save_bundles=True)
-    net = lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))  # noqa: E731
-    plugin = AmpPrecision("fp16", scaler=2.0**24)
-    fit(lambda: Toy(net=net()), plugin, batches(1), callbacks=[locator])
-    path = tmp_path / "overflow_step00000_rank0.pt"
-    again = replay(path, lambda: Toy(net=net()), precision="fp16", device=DEVICE)
-    report = locator.reports[0]
-    assert (again.diagnosis, again.parameters) == (report.diagnosis, report.parameters)
-    fp32 = replay(path, lambda: Toy(net=net()))
-    assert fp32.diagnosis.cause == "none"
-    assert fp32.headroom_bits < 0
-    lower = 2.0**24 * 2.0 ** int(fp32.headroom_bits - 4)
-    assert replay(path, lambda: Toy(net=net()), precision="fp16", scale=lower).diagnosis.cause == "none"
-
-
-def test_reports_and_bundles_at_a_url(folder_url: str) -> None:
-    locator = OverflowLocator(dirpath=folder_url, save_bundles=True)
+def test_reports_at_a_url(folder_url: str) -> None:
+    locator = OverflowLocator(dirpath=folder_url)
     assert copy.deepcopy(locator).dirpath == pickle.loads(pickle.dumps(locator)).dirpath == folder_url
     fit(BadRow, fp16(), with_bad(5), callbacks=[locator])
     (report,) = locator.reports
     with fsspec.open(f"{folder_url}/overflow_step00005_rank0.json", "r") as file:
         assert file.read() == report.to_json()
-    again = replay(f"{folder_url}/overflow_step00005_rank0.pt", BadRow(), precision="fp16")
-    assert (again.diagnosis, again.parameters) == (report.diagnosis, report.parameters)
 
 
 @pytest.mark.parametrize("where", ["url", "folder"])
@@ -158,7 +141,7 @@ def test_one_warning_names_a_place_that_cannot_be_written(where: str, bucket_fol
     Bucket.failure = RuntimeError("no credentials")
     (tmp_path / "file").write_text("")
     dirpath = bucket_folder if where == "url" else str(tmp_path / "file" / "out")
-    locator = OverflowLocator(dirpath=dirpath, save_bundles=True)
+    locator = OverflowLocator(dirpath=dirpath)
     with pytest.warns(UserWarning, match="could not write") as caught:
         fit(BadRow, fp16(), with_bad(1, 2), callbacks=[locator])
     (text,) = [str(w.message) for w in caught if "could not write" in str(w.message)]
@@ -168,28 +151,10 @@ def test_one_warning_names_a_place_that_cannot_be_written(where: str, bucket_fol
     assert len(locator.reports) == 2
 
 
-def test_one_file_per_report_and_its_step(tmp_path: Path) -> None:
-    fit(BadRow, fp16(), with_bad(2, 5), callbacks=[OverflowLocator(dirpath=tmp_path, save_bundles=True)])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "overflow_step00002_rank0.json", "overflow_step00002_rank0.pt",
-        "overflow_step00005_rank0.json", "overflow_step00005_rank0.pt",
-    ]  # fmt: skip
-
-
-def test_a_batch_that_cannot_be_pickled_is_said_once(tmp_path: Path) -> None:
-    class Odd(BadRow):
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return {"x": batch, "odd": lambda: None}
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.loss(batch["x"])
-
-    locator = OverflowLocator(dirpath=tmp_path, save_bundles=True)
-    with pytest.warns(UserWarning, match="could not write") as caught:
-        fit(Odd, fp16(), with_bad(1, 2), callbacks=[locator])
-    assert sum("could not write" in str(w.message) for w in caught) == 1
-    assert len(locator.reports) == 2
-    assert len(list(tmp_path.glob("*.json"))) == 2
+def test_one_file_per_report(tmp_path: Path) -> None:
+    fit(BadRow, fp16(), with_bad(2, 5), callbacks=[OverflowLocator(dirpath=tmp_path)])
+    names = [f"overflow_step0000{step}_rank0.json" for step in (2, 5)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_without_our_plugin_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -252,11 +217,6 @@ def test_max_reports_is_checked(value: Any) -> None:
         OverflowLocator(max_reports=value)
 
 
-def test_bundles_need_a_folder() -> None:
-    with pytest.raises(ValueError, match="pass `dirpath`"):
-        OverflowLocator(save_bundles=True)
-
-
 def test_count_and_reports_continue_after_a_resume(tmp_path: Path) -> None:
     trainer = fit(BadRow, fp16(), with_bad(1, 2), callbacks=[OverflowLocator()])
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -311,23 +271,6 @@ def test_a_copy_in_the_middle_of_a_fit_has_nothing_of_the_run() -> None:
     assert not any(isinstance(value, of_the_fit) for one in copies for value in vars(one).values())
     fit(BadRow, fp16(), with_bad(2), callbacks=[copies[3]])
     assert [report.batch_idx for report in copies[3].reports] == [2]
-
-
-@pytest.mark.parametrize("fallback", ["bf16", "fp32"])
-def test_the_skip_after_which_the_plugin_fell_back_is_run_again_as_it_was(fallback: str) -> None:
-    """In the new precision the step would be finite."""
-
-    class Large(Toy):
-        def loss(self, batch: Any) -> Any:
-            return (self.net(batch).float() * 1e7).square().mean()
-
-    locator = OverflowLocator()
-    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(1.0, max_consecutive_skips=1), fallback=[fallback])
-    with pytest.warns(UserWarning, match=f"goes on in '{fallback}'"):
-        fit(Large, plugin, batches(2), callbacks=[locator])
-    [report] = locator.reports
-    assert (report.cause, report.precision, report.record.precision) == ("backward", "16-mixed", "fp16")
-    assert plugin.num_steps == 1
 
 
 class NoLabels(Toy):
@@ -421,3 +364,102 @@ def test_the_error_of_a_stuck_run_repeats_the_cause_and_what_helps() -> None:
         assert ("Attach `OverflowLocator()`" in text) == (not callbacks)
         assert ("The cause, as `OverflowLocator` found it: the loss: the result of `mul`" in text) == bool(callbacks)
         assert ("'bf16', which has the range of fp32 (tried: works)" in text) == bool(callbacks)
+
+
+# -- values and learning rates that are not finite ---------------------------------------------------------------------
+
+
+def test_values_that_are_not_finite_at_the_start_are_named() -> None:
+    class Bad(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].weight.data[1, 1] = math.nan
+            self.norm = nn.BatchNorm1d(3)
+            self.norm.running_var[1] = math.inf
+            self.register_buffer("inverse_std", torch.tensor([1.0, math.inf]))
+
+    with pytest.warns(UserWarning, match="infinity: `net.0.weight`, `inverse_std`, `norm.running_var`. No step"):
+        fit(Bad, AmpPrecision("bf16"), batches(1), callbacks=[OverflowLocator()])
+
+
+def test_masks_and_markers_are_not_named() -> None:
+    class Masks(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            mask = torch.full((4, 4), -math.inf).triu(1)
+            self.register_buffer("mask", mask)
+            self.frozen_mask = nn.Parameter(mask.clone(), requires_grad=False)
+            self.register_buffer("best", torch.tensor(math.inf))
+            self.register_buffer("unset", torch.full((3,), math.nan))
+            self.register_buffer("distance", torch.tensor([[0, math.inf], [math.inf, 0]]))
+            self.register_buffer("empty", torch.zeros(0))
+
+    fit(Masks, AmpPrecision("bf16"), batches(1), callbacks=[OverflowLocator()])
+
+
+class Quantized(Tensor):
+    """Cannot be asked for its values, as torchao's quantized tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.isfinite, torch.isnan, Tensor.abs):
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_a_quantized_base_does_not_end_the_fit(is_parameter: bool) -> None:
+    class Based(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            base = torch.ones(8).as_subclass(Quantized)
+            if is_parameter:
+                self.base = nn.Parameter(base, requires_grad=False)
+            else:
+                self.register_buffer("base", base)
+
+    locator = OverflowLocator()
+    fit(Based, fp16(), callbacks=[locator, Poison(gradient=[2])])
+    assert len(locator.reports) == 1
+
+
+class SetsRate(Toy):
+    """The learning rate of one step is not finite."""
+
+    def __init__(self, value: float, skips: bool = False, manual: bool = False) -> None:
+        super().__init__(lambda params: torch.optim.AdamW(params, lr=0.01, fused=True))
+        self.value, self.skips, self.automatic_optimization = value, skips, not manual
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer: Any = self.trainer.optimizers[0]
+        optimizer.param_groups[0]["lr"] = self.value if batch_idx == 3 else 0.01
+        loss = self.loss(batch) * (math.inf if self.skips and batch_idx == 3 else 1.0)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+
+@pytest.mark.parametrize("manual", [True, False])
+@pytest.mark.parametrize(("value", "words"), [(math.nan, "NaN"), (math.inf, "infinite")])
+def test_a_learning_rate_that_broke_the_weights_is_the_cause(value: float, words: str, manual: bool) -> None:
+    locator = OverflowLocator()
+    fit(lambda: SetsRate(value, manual=manual), AmpPrecision("bf16"), callbacks=[locator])
+    report = locator.reports[0]
+    assert (report.cause, report.record.index, report.bad_rate[0]) == ("learning rate", 4, 3)
+    assert f"`net.0.weight` is not finite since step 3, whose learning rate was {words}" in str(report)
+    assert repr(OverflowReport.from_dict(report.as_dict())) == repr(report)
+
+
+def test_a_skipped_step_uses_no_learning_rate() -> None:
+    class Breaks(SetsRate):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            if batch_idx == 5:
+                self.net[0].weight.data[0] = math.nan
+
+    locator = OverflowLocator()
+    fit(lambda: Breaks(math.nan, skips=True), AmpPrecision("bf16"), callbacks=[locator])
+    assert [report.cause for report in locator.reports[:2]] == ["loss", "weights"]

@@ -187,18 +187,3 @@ def test_history_continues_after_a_resume(plugin: str, tmp_path: Path) -> None:
     resumed, _ = run(max_epochs=2, poison=[1], ckpt=tmp_path / "half.ckpt")
     assert [r for r in resumed.history if r.skipped] == [r for r in whole.history if r.skipped]
     assert resumed.history.summary() == whole.history.summary() == "2 of 8 steps skipped; scale 64 -> 16"
-
-
-def test_a_run_that_falls_back(tmp_path: Path) -> None:
-    """After the fallback the scale is 1, and skips of the earlier precision cause no warning."""
-    recorder, monitor = Recorder(), ScaleMonitor(1, dirpath=tmp_path, warn_below=None)
-    plugin = fp16(max_consecutive_skips=30)
-    plugin = AmpPrecision("fp16", scaler=plugin.scaler, fallback=["bf16"])
-    with pytest.warns(UserWarning, match="goes on in 'bf16'") as found:
-        fit(Toy, plugin, batches(110), logger=recorder, callbacks=[Poison(gradient=range(30)), monitor])
-    scales = [row["amp/loss_scale"] for _, row in recorder.rows if "amp/loss_scale" in row]
-    assert scales[:3] == [32.0, 16.0, 8.0]
-    assert scales[28:] == [2.0**-14, *[1.0] * 81]
-    assert [r.index for r in monitor.history.fallbacks] == [30]
-    assert (tmp_path / "scale_history.csv").read_text().count("fp16") == 30
-    assert not any("of the latest" in str(warning.message) for warning in found)

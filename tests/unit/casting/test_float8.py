@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp.casting import Float8Linears
+from lightning_amp.casting import linears_in_fp8
 
 pytestmark = needs_torchao
 
@@ -52,7 +52,7 @@ def stage() -> Stage:
 @pytest.fixture(params=RECIPES)
 def converted(request: pytest.FixtureRequest, stage: Stage) -> Iterator[nn.Sequential]:
     module = net()
-    with Float8Linears(module, LAYERS, emulated(request.param), "cpu", stage):
+    with linears_in_fp8(module, LAYERS, emulated(request.param), "cpu", stage):
         yield module
     assert not any("forward" in vars(m) for m in module.modules())
 
@@ -188,18 +188,16 @@ def test_a_frozen_or_pruned_layer_runs_as_it_did(converted: nn.Sequential) -> No
 
 def test_compiles_into_one_graph(stage: Stage) -> None:
     module = net()
-    layers = Float8Linears(module, LAYERS, emulated(), "cpu", stage)
-    layers.install()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    assert torch.equal(step(compiled, batch()), step(module, batch()))
-    stage.in_fp8 = False
-    assert torch.equal(step(compiled, batch()), step(net(), batch()))
-    layers.restore()
+    with linears_in_fp8(module, LAYERS, emulated(), "cpu", stage):
+        assert torch.equal(step(compiled, batch()), step(module, batch()))
+        stage.in_fp8 = False
+        assert torch.equal(step(compiled, batch()), step(net(), batch()))
 
 
 def test_layers_are_in_fp8_inside_alone(stage: Stage) -> None:
     module = net()
-    layers = Float8Linears(module, {"2"}, emulated(), "cpu", stage)
+    layers = linears_in_fp8(module, {"2"}, emulated(), "cpu", stage)
     has = lambda: ["forward" in vars(m) for m in module]  # noqa: E731
     assert not any(has())
     with layers:
@@ -211,7 +209,7 @@ def test_layers_are_in_fp8_inside_alone(stage: Stage) -> None:
 
 def test_a_bias_or_none_the_result_can_be_edited(stage: Stage) -> None:
     module = nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(inplace=True), nn.Linear(32, 32, bias=False))
-    with Float8Linears(module, {"0", "2"}, emulated(), "cpu", stage):
+    with linears_in_fp8(module, {"0", "2"}, emulated(), "cpu", stage):
         step(module, torch.randn(4, 3, 32))
         step(torch.compile(module, fullgraph=True, backend="aot_eager"), torch.randn(4, 3, 32))
 
@@ -238,9 +236,8 @@ def test_blocks_that_are_alike_are_compiled_once(stage: Stage) -> None:
     counter = torch._dynamo.testing.CompileCounter()
     for block in module:
         block.compile(backend=counter)
-    layers = Float8Linears(module, {f"{i}.layer" for i in range(10)}, emulated(), "cpu", stage)
+    layers = linears_in_fp8(module, {f"{i}.layer" for i in range(10)}, emulated(), "cpu", stage)
     with layers, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         for block in module:  # one after the other: torch itself warns of the `.grad` of what comes from another
             block(torch.randn(4, 32))
     assert counter.frame_count == 1
-    assert layers.idle() == [], "the graph was traced for the first alone"

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanSquaredError, Metric, MetricCollection, MetricTracker
-from torchmetrics.aggregation import RunningMean
+from torchmetrics import MeanSquaredError, Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC
 from torchmetrics.functional.regression import pearson_corrcoef
 from torchmetrics.image import StructuralSimilarityIndexMeasure
 from torchmetrics.regression import ConcordanceCorrCoef, ExplainedVariance, PearsonCorrCoef, R2Score
 from torchmetrics.wrappers import BootStrapper, MinMaxMetric, Running
 
-from lightning_amp.casting._fp32_metrics import Fp32Metrics, metrics_of
+from lightning_amp.casting._fp32_metrics import metrics_in_fp32, metrics_of
 from lightning_amp.precision import fp32_region
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -75,7 +74,7 @@ def test_equal_to_fp32(case: str, dtype: torch.dtype) -> None:
     make, data = CASES[case]
     batches, metric = data(dtype), make()
     found = dict(vars(metric))
-    with torch.autocast("cpu", torch.bfloat16), Fp32Metrics(Holder(metric), "cpu"):
+    with torch.autocast("cpu", torch.bfloat16), metrics_in_fp32(Holder(metric), "cpu"):
         values = use(metric, batches)
     torch.testing.assert_close(values, in_fp32(make(), batches), rtol=0, atol=0)
     assert vars(metric)["update"] is found["update"]
@@ -87,7 +86,7 @@ def test_ssim_is_what_it_is() -> None:
     pair, metric = images(torch.float32)[0], StructuralSimilarityIndexMeasure(data_range=1.0)
     with torch.autocast("cpu", torch.bfloat16):
         assert not 0.9 < metric(*pair) < 1.0
-        with Fp32Metrics(Holder(metric), "cpu"):
+        with metrics_in_fp32(Holder(metric), "cpu"):
             assert 0.95 < metric(*pair) < 1.0
 
 
@@ -99,7 +98,7 @@ def test_collection_with_compute_groups(dtype: torch.dtype) -> None:
         )
 
     batches, ours, reference = regression(dtype), collection(), collection()
-    metrics = Fp32Metrics(Holder(ours), "cpu")
+    metrics = metrics_in_fp32(Holder(ours), "cpu")
     for preds, target in batches:
         with torch.autocast("cpu", torch.bfloat16), metrics:
             ours.update(preds, target)
@@ -116,7 +115,7 @@ def test_bootstrap_and_arithmetic_of_metrics() -> None:
             torch.manual_seed(1)
             metric = make()
             data = batches if in_fp32 else [(p.float(), t.float()) for p, t in batches]
-            with torch.autocast("cpu", torch.bfloat16, enabled=in_fp32), Fp32Metrics(Holder(metric), "cpu"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=in_fp32), metrics_in_fp32(Holder(metric), "cpu"):
                 for batch in data:
                     metric.update(*batch)
                 states.append(metric.compute())
@@ -139,7 +138,7 @@ def test_metrics_in_plain_containers() -> None:
     metrics = metrics_of(module)
     assert len(metrics) == len({id(m) for m in metrics}) == 5
     batch = regression(torch.float16)[0]
-    with torch.autocast("cpu", torch.bfloat16), Fp32Metrics(module, "cpu"):
+    with torch.autocast("cpu", torch.bfloat16), metrics_in_fp32(module, "cpu"):
         values = [metric(*batch) for metric in metrics]
     expected = R2Score()(batch[0].float(), batch[1].float())
     torch.testing.assert_close(values, [expected] * 5, rtol=0, atol=0)
@@ -163,7 +162,7 @@ class Detection(Metric):
 def test_nested_and_keyword_arguments() -> None:
     metric = Detection()
     preds = [{"boxes": torch.ones(2, dtype=torch.bfloat16), "labels": torch.ones(2, dtype=torch.long)}]
-    with torch.autocast("cpu", torch.bfloat16), Fp32Metrics(Holder(metric), "cpu"):
+    with torch.autocast("cpu", torch.bfloat16), metrics_in_fp32(Holder(metric), "cpu"):
         metric.update(preds, name="x", target=torch.ones(1, dtype=torch.float16))
         assert metric.compute() is False
         assert torch.is_autocast_enabled("cpu")
@@ -176,7 +175,7 @@ def test_exceptions_leave_everything_as_it_was() -> None:
     metric = R2Score()
     found = vars(metric)["update"]
     with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(RuntimeError, match="same shape"), Fp32Metrics(Holder(metric), "cpu"):
+        with pytest.raises(RuntimeError, match="same shape"), metrics_in_fp32(Holder(metric), "cpu"):
             metric.update(torch.ones(3), torch.ones(4))
         assert torch.is_autocast_enabled("cpu")
     assert vars(metric)["update"] is found
@@ -184,7 +183,7 @@ def test_exceptions_leave_everything_as_it_was() -> None:
 
 def test_copies_and_pickles_in_the_middle_of_a_step() -> None:
     metric, batch = R2Score(), regression(torch.float32)[0]
-    with Fp32Metrics(Holder(metric), "cpu"):
+    with metrics_in_fp32(Holder(metric), "cpu"):
         metric.update(*batch)
         copies = [metric.clone(), copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))]
     for other in copies:
@@ -192,41 +191,6 @@ def test_copies_and_pickles_in_the_middle_of_a_step() -> None:
         other.update(*batch)
         assert other.update_count == 2
     assert metric.update_count == 1
-
-
-def test_overrides_are_made_once() -> None:
-    """A new function would be a reason for `torch.compile` to compile again; an unpickled metric has new ones."""
-    metric = R2Score()
-    module = Holder(metric)
-    metrics = Fp32Metrics(module, "cpu")
-    with metrics:
-        first = vars(metric)["update"]
-    metrics.find(module)
-    with metrics:
-        with metrics:
-            assert vars(metric)["update"] is first
-        assert vars(metric)["update"] is first
-    metric.__setstate__(metric.__getstate__())
-    renewed = vars(metric)["update"]
-    metrics.find(module)
-    with metrics:
-        assert vars(metric)["update"] is not first
-    assert vars(metric)["update"] is renewed
-
-
-def test_metrics_that_come_and_go() -> None:
-    module = Holder(MetricTracker(R2Score()))
-    metrics = Fp32Metrics(module, "cpu")
-    module.metric.increment()
-    metrics.find(module)
-    with metrics:
-        assert "_InFp32" in repr(vars(module.metric[-1])["update"])
-    module.metric = RunningMean(2)
-    metrics.find(module)
-    assert all(
-        override.owner is not None and override.owner in list(module.modules())
-        for override in metrics._overrides.values()
-    )
 
 
 @pytest.mark.parametrize("way", ["function", "decorator", "called decorator"])
@@ -273,7 +237,7 @@ def test_compiled_step_with_a_metric(in_fp32: bool) -> None:
         return graph.forward
 
     (preds, target), module = regression(torch.float32, 1e3)[0], Holder(MeanSquaredError())
-    metrics = Fp32Metrics(module if in_fp32 else nn.Module(), "cpu")
+    metrics = metrics_in_fp32(module if in_fp32 else nn.Module(), "cpu")
     compiled = torch.compile(lambda p, t: module.metric.update(p * 1.0, t), backend=backend, fullgraph=True)
     for _ in range(3):
         with torch.autocast("cpu", torch.bfloat16), metrics:

@@ -13,11 +13,12 @@ import torch
 import torch._dynamo.testing
 from support import assert_same
 from torch import Tensor, nn
+from torch._functorch import config
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanSquaredError, MetricCollection
 
-from lightning_amp._compat._modules import CompiledBackwardWithoutAutocast
-from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules, modules_matching
+from lightning_amp._compat._modules import compiled_backward_without_autocast
+from lightning_amp.casting._fp32_modules import Fp32Modules, checked_module_rules, modules_matching
 
 autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 
@@ -53,10 +54,6 @@ class Net(nn.Module):
         else:
             x = (self.decoder.forward if self.direct else self.decoder)(x, shift=shift)
         return self.head(x)
-
-
-def matching(root: nn.Module, rules: list[Rule]) -> dict[str, nn.Module]:
-    return dict(pair for pairs in modules_matching(root, rules).values() for pair in pairs)
 
 
 def computing_in_fp32(root: nn.Module, *rules: Any) -> Fp32Modules:
@@ -142,7 +139,7 @@ def test_nested_and_shared_modules(x: Tensor) -> None:
             return self.b(self.a(x))
 
     net = Shared()
-    assert list(matching(net, ["b.0"])) == ["b.0"]  # the second name of `a`
+    assert list(modules_matching(net, ["b.0"])) == ["b.0"]  # the second name of `a`
     ours = computing_in_fp32(net, "b", "b.0", "a")
     with autocast():
         net(x)
@@ -234,7 +231,7 @@ class TestCopies:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at all inputs
 def test_compiled(x: Tensor, what: str, backend: str) -> None:
-    if backend == "aot_eager" and not CompiledBackwardWithoutAutocast.is_possible():
+    if backend == "aot_eager" and not hasattr(config, "backward_pass_autocast"):
         pytest.skip("torch 2.8 runs compiled backwards under autocast")
     torch._dynamo.reset()
     net = Net()
@@ -248,13 +245,9 @@ def test_compiled(x: Tensor, what: str, backend: str) -> None:
     if what in ("whole", "fp32 module"):
         (net if what == "whole" else net.decoder).compile(**options)
     called = torch.compile(net, **options) if what == "wrapped" else net
-    compiling = CompiledBackwardWithoutAutocast()
-    compiling.start()
-    try:
+    with compiled_backward_without_autocast():
         for _ in range(2):
             assert_same(run(called, x), expected)
-    finally:
-        compiling.stop()
     assert not torch.is_autocast_enabled("cpu")
     ours.remove()
     assert not torch.equal(run(called, x)[0], expected[0])  # compiled again, since `forward` is another
@@ -263,25 +256,26 @@ def test_compiled(x: Tensor, what: str, backend: str) -> None:
 class TestRules:
     def test_what_they_match(self) -> None:
         net = Net()
-        assert list(matching(net, ["decoder"])) == ["decoder"]
-        assert list(matching(net, ["*.norm"])) == ["encoder.0.norm", "encoder.1.norm", "decoder.norm"]
-        assert list(matching(net, [nn.LayerNorm])) == list(matching(net, ["*.norm"]))
-        assert list(matching(net, ["head", "encoder.1.*"])) == ["head", "encoder.1.norm", "encoder.1.layer"]
-        assert list(matching(net, ["encoder"])) == ["encoder.0", "encoder.1"]  # a list computes nothing itself
-        assert list(matching(net, ["encoder.[0]"])) == ["encoder.0"]
-        assert "" not in matching(net, ["*", nn.Module])
-        assert matching(net, []) == {}
+        assert list(modules_matching(net, ["decoder"])) == ["decoder"]
+        assert list(modules_matching(net, ["*.norm"])) == ["encoder.0.norm", "encoder.1.norm", "decoder.norm"]
+        assert list(modules_matching(net, [nn.LayerNorm])) == list(modules_matching(net, ["*.norm"]))
+        assert list(modules_matching(net, ["head", "encoder.1.*"])) == ["head", "encoder.1.norm", "encoder.1.layer"]
+        assert list(modules_matching(net, ["encoder"])) == ["encoder.0", "encoder.1"]  # a list computes nothing itself
+        assert list(modules_matching(net, ["encoder.[0]"])) == ["encoder.0"]
+        assert "" not in modules_matching(net, ["*", nn.Module])
+        assert modules_matching(net, []) == {}
 
     def test_names_do_not_show_compilation(self) -> None:
         net = Net()
         inner = net.decoder
         net.decoder = torch.compile(net.decoder, backend="eager")  # type: ignore[assignment]
-        assert matching(net, ["decoder"]) == {"decoder": inner}
-        assert list(matching(net, ["decoder.norm", Block])) == ["decoder.norm", "encoder.0", "encoder.1", "decoder"]
+        assert modules_matching(net, ["decoder"]) == {"decoder": inner}
+        found = modules_matching(net, ["decoder.norm", Block])
+        assert list(found) == ["decoder.norm", "encoder.0", "encoder.1", "decoder"]
 
     def test_metrics_count_and_are_left_alone(self) -> None:
         net = nn.ModuleDict({"mse": MeanSquaredError(), "all": MetricCollection([MeanSquaredError()])})
-        assert matching(net, ["mse", "all", "*"]) == {}
+        assert modules_matching(net, ["mse", "all", "*"]) == {}
 
     @pytest.mark.parametrize(
         ("rule", "message"),
@@ -289,8 +283,8 @@ class TestRules:
             ("decoder.haed", "'decoder.haed', which matches no module. Close to it are: '(decoder|head)"),
             ("norm", "'norm', which matches no module. Close to it are: .*'encoder.0.norm'"),
             ("zzz", "'zzz', which matches no module. There are: 'encoder', 'encoder.0', .* and 6 more"),
-            (nn.BatchNorm1d, "BatchNorm1d, and no module is one. .* are: `LayerNorm`"),
-            (nn.Bilinear, "Bilinear, and no module is one. Close to it are: `Linear`"),
+            (nn.BatchNorm1d, "`BatchNorm1d`, which matches no module. .* are: `LayerNorm`"),
+            (nn.Bilinear, "`Bilinear`, which matches no module. Close to it are: `Linear`"),
         ],
     )
     def test_a_rule_that_matches_nothing(self, rule: Any, message: str) -> None:
@@ -300,7 +294,7 @@ class TestRules:
         assert all("forward" not in vars(m) for m in net.modules())
 
     def test_a_module_without_submodules(self) -> None:
-        with pytest.raises(ValueError, match="'x', which matches no module: the module has no submodules"):
+        with pytest.raises(ValueError, match="'x', which matches no module. There are: no submodules"):
             computing_in_fp32(nn.Linear(2, 2), "x")
 
     @pytest.mark.parametrize(
@@ -349,16 +343,26 @@ def test_blocks_that_are_alike_are_compiled_once() -> None:
     modules.remove()
 
 
-def test_blocks_that_share_a_graph_have_all_run() -> None:
-    """The graph is traced for the first of them alone."""
+def test_idle_modules() -> None:
+    module = nn.ModuleDict({"ran": Block(), "never": Block(), "weight only": nn.Linear(8, 8)})
+    modules = Fp32Modules(module, ["*", "never"], "cpu", active=True)
+    with autocast():
+        module["ran"].norm(torch.randn(4, 8))
+        nn.functional.linear(torch.randn(4, 8), module["weight only"].weight)
+    names, is_whole_rule = modules.idle()
+    assert set(names) == {"ran.layer", "never", "never.norm", "never.layer", "weight only"}
+    assert is_whole_rule
+    modules.remove()
+
+
+def test_compiled_modules_are_not_called_idle() -> None:
+    """Blocks that are alike share a graph, which is traced for the first of them alone."""
     module = nn.Sequential(*(Block() for _ in range(3)))
     for block in module:
         block.compile(backend="eager")
-    modules = Fp32Modules(module, ["0.norm", "1.norm", "2.norm", "2.layer"], "cpu", active=True)
+    modules = Fp32Modules(module, ["0.norm", "1.norm"], "cpu", active=True)
     with autocast():
         for block in list(module)[:2]:
             block(torch.randn(4, 8))
-    rules, others = modules.idle()
-    assert set(rules) <= {"2.layer"}
-    assert not others
+    assert modules.idle() == ([], False)
     modules.remove()

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
+from lightning_amp.casting import EpochEnd, Fp32Outputs, Overrides
 
 
 class Model(L.LightningModule):
@@ -31,12 +31,12 @@ class Model(L.LightningModule):
 def test_outputs_of_a_step() -> None:
     module = Model()
     before = dict(vars(module))
-    with Fp32Outputs(module, "validation_step"):
+    with Overrides([Fp32Outputs(module, "validation_step")]):
         assert module.validation_step(torch.ones(1, 2), 0)["out"].dtype == torch.float32
         assert list(inspect.signature(module.validation_step).parameters) == ["batch", "batch_idx"]
         assert is_overridden("validation_step", module)
     assert vars(module) == before
-    with pytest.raises(KeyError, match="x"), Fp32Outputs(module, "validation_step"):
+    with pytest.raises(KeyError, match="x"), Overrides([Fp32Outputs(module, "validation_step")]):
         raise KeyError("x")
     assert vars(module) == before
 

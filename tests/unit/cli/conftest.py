@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,14 +16,13 @@ from lightning_amp.cli import main
 class StandIn:
     """Replaces a function of the package: keeps its arguments by name, and returns or raises `outcome`."""
 
-    def __init__(self, function: Callable[..., Any], outcome: Any, *, other_process: bool) -> None:
+    def __init__(self, function: Callable[..., Any], outcome: Any) -> None:
         self.calls: list[dict[str, Any]] = []
         self.outcome = outcome
-        self._signature, self._other_process = inspect.signature(function), other_process
+        self._signature = inspect.signature(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = dict(self._signature.bind(*args, **kwargs).arguments)
-        self.calls.append(pickle.loads(pickle.dumps(call)) if self._other_process else call)
+        self.calls.append(dict(self._signature.bind(*args, **kwargs).arguments))
         if isinstance(self.outcome, BaseException):
             raise self.outcome
         return self.outcome
@@ -32,8 +30,8 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StandIn]:
-    def put(name: str, outcome: Any, *, other_process: bool = False, owner: Any = lightning_amp) -> StandIn:
-        made = StandIn(getattr(owner, name), outcome, other_process=other_process)
+    def put(name: str, outcome: Any, owner: Any = lightning_amp) -> StandIn:
+        made = StandIn(getattr(owner, name), outcome)
         monkeypatch.setattr(owner, name, made)
         return made
 
@@ -41,16 +39,20 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StandIn]:
 
 
 @pytest.fixture
-def command(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """Run the command that the test file is named after; return its exit status, stdout and stderr."""
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command; return its exit status, stdout and stderr."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    name = request.path.stem.removeprefix("test_").replace("_", "-")
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        status = main([name, *arguments])
+        status = main(arguments)
         out, err = capsys.readouterr()
         return status, out, err
 
     return run
+
+
+@pytest.fixture
+def tests_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take what a stand-in raises for an exception of this package."""
+    monkeypatch.setattr("lightning_amp.cli._errors.is_own_project", lambda _: False)
+    monkeypatch.setattr("lightning_amp.cli._errors.owner_of", lambda _: "ours")

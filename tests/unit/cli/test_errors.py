@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_amp._arguments import require
-from lightning_amp.cli._errors import usage_error
+from lightning_amp.cli._errors import as_options, usage_error
 
 
 def caught(code: str, file: str, **names: object) -> Exception:
@@ -42,12 +42,27 @@ def test_our_own_about_an_argument_is_its_text() -> None:
 
 def test_one_of_a_library_about_what_the_user_wrote() -> None:
     error = caught("raise RuntimeError('No\\n  optimizer')", "/x/site-packages/library.py")
-    assert str(usage_error(error)) == "RuntimeError: No optimizer"
+    assert " ".join(str(usage_error(error)).split()) == "RuntimeError: No optimizer"
 
 
 @pytest.mark.parametrize("file", ["lightning_amp.tune", "lightning_amp.cli"])
 def test_one_of_ours_is_an_error_of_the_command(file: str) -> None:
     import importlib
 
-    error = caught("raise RuntimeError('oh')", str(importlib.import_module(file).__file__))
+    error = caught("raise AttributeError('oh')", str(importlib.import_module(file).__file__))
     assert usage_error(error) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("`memory_limit_gib` must be given: write `memory_limit_gib=4`.",
+         "`--memory-limit-gib` must be given: write `--memory-limit-gib 4`."),
+        ("`margins['x/y']`: write `(\"min\", 0.1)`.", "`--margins.x/y`: write `min:0.1`."),
+        ("`trainer_kwargs['strategy']` must not be 'a'.", "`--trainer.strategy` must not be 'a'."),
+        ("`precisions['fp4']` must be one of", "`--precisions fp4` must be one of"),
+        ("Pass `control=False` or `fp32_modules`.", "Pass `--control false` or `fp32_modules`."),
+    ],
+)  # fmt: skip
+def test_arguments_are_written_as_options(text: str, expected: str) -> None:
+    assert as_options(text) == expected

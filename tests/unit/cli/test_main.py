@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import lightning_amp
-from lightning_amp.cli import main
+from lightning_amp.cli import _saved_scales, main
 from lightning_amp.cli._errors import Interrupted, UsageError
 from lightning_amp.cli._main import COMMANDS
-from lightning_amp.cli._runner import Command, Outcome, Request
+from lightning_amp.cli._output import Outcome
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Make `scale` return or raise an outcome."""
+    """Make `scale x` return or raise an outcome."""
 
     def becomes(outcome: Any) -> None:
-        def work(request: Request) -> Outcome:
+        def work(options: Any) -> Outcome:
             if isinstance(outcome, BaseException):
                 raise outcome
-            return Outcome([], "", has_work=outcome == 1)
+            return Outcome("", has_work=outcome == 1)
 
-        made = Command("lightning-amp scale", "", "", {}, work, outputs=())
-        monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(COMMAND=made))
+        monkeypatch.setattr(_saved_scales, "run_scale", work)
 
     return becomes
 
@@ -48,24 +44,26 @@ def test_statuses(
     outcome: Any, status: int, line: str, command: Callable[[Any], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     command(outcome)
-    assert main(["scale"]) == status
+    assert main(["scale", "x"]) == status
     assert capsys.readouterr() == ("", line)
 
 
+@pytest.mark.usefixtures("tests_are_ours")
 def test_a_crash_is_nothing_to_do_and_no_traceback(
     command: Callable[[Any], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command(RuntimeError("two\nlines"))
+    command(AttributeError("two\nlines"))
     assert main(["scale", "x"]) == 70
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
-    assert err.startswith("lightning-amp scale: this is an error of lightning-amp itself: RuntimeError: two lines.")
+    assert err.startswith("lightning-amp scale: this is an error of lightning-amp itself: AttributeError: two lines.")
     assert "--debug" in err
 
 
+@pytest.mark.usefixtures("tests_are_ours")
 @pytest.mark.parametrize("way", ["option", "environment"])
-@pytest.mark.parametrize(("outcome", "status"), [(RuntimeError("broken"), 70), (UsageError("wrong"), 2)])
+@pytest.mark.parametrize(("outcome", "status"), [(AttributeError("broken"), 70), (UsageError("wrong"), 2)])
 def test_a_traceback_if_it_is_wanted(
     way: str,
     outcome: Exception,
@@ -77,7 +75,7 @@ def test_a_traceback_if_it_is_wanted(
     command(outcome)
     if way == "environment":
         monkeypatch.setenv("LIGHTNING_AMP_DEBUG", "1")
-    assert main(["scale", *(["--debug"] if way == "option" else [])]) == status
+    assert main(["scale", "x", *(["--debug"] if way == "option" else [])]) == status
     err = capsys.readouterr().err
     assert err.startswith("Traceback")
     assert str(outcome) in err.splitlines()[-1]
@@ -85,7 +83,7 @@ def test_a_traceback_if_it_is_wanted(
 
 def test_a_closed_pipe(command: Callable[[Any], None], capfd: pytest.CaptureFixture[str]) -> None:
     command(BrokenPipeError())
-    assert main(["scale"]) == 141
+    assert main(["scale", "x"]) == 141
     assert capfd.readouterr().err == ""
 
 
@@ -93,7 +91,8 @@ def test_a_closed_pipe(command: Callable[[Any], None], capfd: pytest.CaptureFixt
     ("arguments", "what"),
     [
         ([], "a command is missing"),
-        (["scael"], "'scael' is no command"),
+        (["scael"], "'scael' is no command; did you mean scale?"),
+        (["comprae"], "'comprae' is no command; did you mean compare?"),
         (["nurse"], "'nurse' is no command"),
         (["--foo"], "'--foo' is no command"),
         (["--debug"], "a command is missing"),
@@ -108,7 +107,7 @@ def test_no_such_command(arguments: list[str], what: str, capsys: pytest.Capture
 def test_the_help_has_every_command_and_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"  {name} " in out for name in COMMANDS)
+    assert all(f"    {name}" in out for name in COMMANDS)
     assert "2 wrong use" in out
     assert all(len(line) <= 80 for line in out.splitlines())
 
@@ -123,10 +122,10 @@ def test_the_help_of_every_command_fits_into_80_columns(name: str, capsys: pytes
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"{lightning_amp.__version__}\n"
+    assert capsys.readouterr().out == f"lightning-amp {lightning_amp.__version__}\n"
 
 
 def test_the_arguments_of_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-amp", "--version"])
     assert main() == 0
-    assert os.linesep.join(capsys.readouterr().out.split()) == lightning_amp.__version__
+    assert lightning_amp.__version__ in capsys.readouterr().out

@@ -4,18 +4,15 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import pytest
-from support.scale_runs import fallen_back
-from support.synthetic import curve, failed, make_run
+from support.synthetic import failed, make_run
 
-from lightning_amp.compare._arm import Arm, ArmMetric, Quartiles, best, mean, time_to
-from lightning_amp.compare._run import ArmRun, Point
-from lightning_amp.compare._statistics import Difference
-from lightning_amp.compare._verdict import Verdict
+from lightning_amp.compare import Run, Verdict
+from lightning_amp.compare._arm import Arm, ArmMetric, Quartiles, mean
+from lightning_amp.compare._stats import Difference
 from lightning_amp.findings import StepRecord
 
 
-def arm(*runs: ArmRun) -> Arm:
+def arm(*runs: Run) -> Arm:
     return Arm("fp16", "AmpPrecision('fp16')", False, False, runs, {}, None)
 
 
@@ -40,17 +37,6 @@ def test_means_over_the_seeds() -> None:
     assert math.isnan(metric(bests={}).best)
     assert metric(finals={0: 1.0, 1: math.inf}).final == math.inf
     assert mean(iter([1.0, 2.0])) == 1.5
-
-
-def test_a_cost_is_positive_where_it_is_worse() -> None:
-    difference = Difference((0.1, 0.2, 0.3))
-    low, high = difference.bounds()
-    assert metric(difference=difference).highest_cost == high > 0.2
-    assert metric(difference=difference, direction="max").highest_cost == -low
-    assert metric(difference=-difference, direction="max").highest_cost == pytest.approx(high)
-    assert metric(difference=None).highest_cost is None
-    assert metric(direction=None).highest_cost is None
-    assert metric(difference=Difference((0.1,))).highest_cost is None
 
 
 def test_times_of_all_seeds_that_finished() -> None:
@@ -102,26 +88,3 @@ def test_shares_of_products_are_means_over_the_runs_that_counted() -> None:
 
 def test_errors_by_seed() -> None:
     assert arm(make_run(), failed("fp16", 1, "a"), failed("fp16", 4, "")).errors == {1: "a", 4: ""}
-
-
-def test_the_best_value() -> None:
-    points = curve(math.nan, 2.0, 1.0, 3.0)
-    assert (best(points, "min"), best(points, "max")) == (1.0, 3.0)
-    assert best(curve(1.0, -math.inf), "min") == -math.inf
-    assert math.isnan(best(curve(math.nan), "min"))
-    assert math.isnan(best((), "max"))
-
-
-def test_time_until_it_was_as_good() -> None:
-    points = curve(math.nan, 3.0, 2.0, 2.5, 1.0)
-    assert [time_to(points, target, "min") for target in (3.0, 2.0, 1.5, 0.9)] == [2.0, 3.0, 5.0, math.inf]
-    assert [time_to(points, target, "max") for target in (1.0, 3.0, 3.1)] == [2.0, 2.0, math.inf]
-    assert time_to((Point(1, 4.0, 1.0),), 1.0, "min") == 4.0  # as good is good enough
-    assert time_to((), 1.0, "min") == math.inf
-
-
-def test_the_scale_of_a_run_that_fell_back_is_that_before() -> None:
-    scaled = make_run(scale=tuple(fallen_back()))
-    never_scaled = make_run(seed=1, scale=tuple(fallen_back(0, to=("bf16", "fp32"))))
-    assert (scaled.fell_back, never_scaled.fell_back, make_run().fell_back) == (True, True, False)
-    assert arm(scaled, never_scaled).final_scales == [0.125]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,12 +10,12 @@ from lightning.pytorch.callbacks import LambdaCallback
 from zoo.compared import Sea, Waves
 
 from lightning_amp import compare_precisions
-from lightning_amp.compare import _comparison
+from lightning_amp.compare import _compare
 
 
 @pytest.fixture(autouse=True)
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_comparison, "run_in_process", lambda *_: pytest.fail("something ran"))
+    monkeypatch.setattr(_compare, "run_in_process", lambda *_: pytest.fail("something ran"))
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,10 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"trainer_kwargs": {"xyz": 1}}, "got 'xyz'. It knows "),
         ({"trainer_kwargs": {"fast_dev_run": True}}, "must not have 'fast_dev_run'"),
         ({"trainer_kwargs": ["max_epochs"]}, "a mapping of the Trainer's arguments"),
-        ({"trainer_kwargs": {"callbacks": LambdaCallback(setup=lambda *_: None)}}, "cannot be sent to another process"),
+        (
+            {"trainer_kwargs": {"callbacks": LambdaCallback(setup=threading.Lock())}},
+            "cannot be sent to another process",
+        ),
         ({"trainer_kwargs": {"strategy": "ddp_spawn"}}, "whose ranks keep the results of an arm to themselves"),
         ({"trainer_kwargs": {"strategy": "ddp_fork_find_unused_parameters_true"}}, "use 'ddp'"),
         ({"dirpath": ""}, "`dirpath` must be a folder, its URL, or `None`"),
@@ -44,7 +48,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"margins": {"val_loss": ("up", 0.1)}}, "finite number of 0 or more"),
         ({"margins": {"val_loss": ("min", "x")}}, "finite number of 0 or more"),
         ({"margins": {1: 0.1}}, "`margins` must be a mapping from metrics"),
-        ({"dirpath": "nope://x"}, "`dirpath` must be a path, or a URL"),
+        ({"dirpath": "nope://x"}, "`dirpath` must be a path or a URL of fsspec"),
     ],
 )
 def test_refusals(kwargs: Any, message: str) -> None:

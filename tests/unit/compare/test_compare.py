@@ -13,9 +13,7 @@ import torch
 from zoo.compared import TRAINER, FailsInFp16, NoisyPrecision, Sea, Waves, here
 
 import lightning_amp
-from lightning_amp.compare import _comparison
-from lightning_amp.compare._run import ArmRun
-from lightning_amp.compare._worker import Task
+from lightning_amp.compare import Run, Spec, _compare
 
 
 @pytest.fixture
@@ -23,11 +21,11 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run arms in this process, and return their names."""
     names: list[str] = []
 
-    def run(task: Task, on_progress: Any) -> ArmRun:
-        names.append(f"{task.label} {task.seed}")
-        return here(task)
+    def run(spec: Spec, on_progress: Any) -> Run:
+        names.append(f"{spec.label} {spec.seed}")
+        return here(spec)
 
-    monkeypatch.setattr(_comparison, "run_in_process", run)
+    monkeypatch.setattr(_compare, "run_in_process", run)
     return names
 
 
@@ -55,7 +53,7 @@ def test_a_control_on_request(ran: list[str]) -> None:
 def test_verdicts(ran: list[str]) -> None:
     """Equal arms are not worse, an arm that is worse on purpose is, and one that fails decides nothing."""
     arms = {"a": "fp32", "b": "32-true", "worse": NoisyPrecision(), "fails": {"precision": "fp16"}}
-    margins = {"val_loss": 0.01, "distance": 0.0, "thing": ("max", 10.0)}
+    margins = {"val_loss": 0.01, "distance": 0.01, "thing": ("max", 10.0)}
     report = compare(arms, FailsInFp16, num_seeds=3, margins=margins)
     assert report.verdict("b", "val_loss").claim == "not worse"
     assert report.verdict("b", "distance").claim == "not worse"
@@ -63,7 +61,7 @@ def test_verdicts(ran: list[str]) -> None:
     assert report.verdict("worse", "val_loss").claim == "worse"
     assert report.verdict("worse", "distance").claim == "worse"
     assert report.arms["fails"].errors == dict.fromkeys(range(3), "ArithmeticError: no fp16 here | really\nnot")
-    assert str(report.verdict("fails", "val_loss")) == "undecided: it failed with all 3 seeds"
+    assert str(report.verdict("fails", "val_loss")) == "undecided: a run failed or is missing with all 3 seeds"
     assert report.recommended in {"a", None}
     assert "worse" not in (report.recommended or "")
     control = report.arms["control"].metrics["val_loss"]
@@ -86,7 +84,6 @@ def test_finished_runs_are_kept(ran: list[str], tmp_path: Path) -> None:
 def test_a_run_whose_file_is_torn_runs_again(damage: str, ran: list[str], tmp_path: Path) -> None:
     compare(dirpath=tmp_path)
     (tmp_path / "bf16-seed0.json").write_text(damage, encoding="latin-1")
-    (tmp_path / "comparison.json").write_text(damage, encoding="latin-1")
     ran.clear()
     compare(dirpath=tmp_path)
     assert ran == ["bf16 0"]
@@ -108,7 +105,7 @@ def test_failed_runs_run_again(ran: list[str], tmp_path: Path) -> None:
         ({"trainer_kwargs": {**TRAINER, "max_epochs": 3}}, "trainer_kwargs"),
     ],
 )
-def test_the_folder_of_another_comparison(changes: Any, differs: str, ran: list[str], tmp_path: Path) -> None:
+def test_the_folder_of_another_compare(changes: Any, differs: str, ran: list[str], tmp_path: Path) -> None:
     compare(dirpath=tmp_path / "mine")
     ran.clear()
     with pytest.raises(ValueError, match=f"mine' has another comparison .its `{differs}`"):
@@ -140,36 +137,61 @@ def test_runs_with_settings_without_an_identity_run_again(ran: list[str], tmp_pa
 
 
 def test_an_interrupt_loses_nothing(ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = _comparison.run_in_process
+    run = _compare.run_in_process
 
-    def interrupted(task: Task, on_progress: Any) -> ArmRun:
-        if task.label == "bf16":
+    def interrupted(spec: Spec, on_progress: Any) -> Run:
+        if spec.label == "bf16":
             raise KeyboardInterrupt
-        return run(task, on_progress)
+        return run(spec, on_progress)
 
-    monkeypatch.setattr(_comparison, "run_in_process", interrupted)
+    monkeypatch.setattr(_compare, "run_in_process", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compare(dirpath=tmp_path)
-    monkeypatch.setattr(_comparison, "run_in_process", run)
+    monkeypatch.setattr(_compare, "run_in_process", run)
     ran.clear()
     compare(dirpath=tmp_path)
     assert ran == ["bf16 0"]
 
 
-@pytest.mark.parametrize(
-    ("margins", "message"),
-    [
-        ({"val_los": 0.1}, r"got 'val_los'; it logs `distance`, `val_loss`, `thing`. Did you mean 'val_loss'\?"),
-        ({"thing": 0.1}, r"which way 'thing' is better.*\(\"min\", 0.1\)"),
-    ],
-)
-def test_margins_that_nobody_can_judge(margins: Any, message: str, ran: list[str], tmp_path: Path) -> None:
-    """They are refused as soon as the first arm has finished, which is kept."""
-    with pytest.raises(ValueError, match=message):
-        compare(margins=margins, dirpath=tmp_path)
+def test_a_margin_that_nobody_can_judge_ends_the_first_run_at_its_first_validation(
+    ran: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"got 'val_los'; it logs .*Did you mean 'val_loss'\?"):
+        compare(margins={"val_los": 0.1}, dirpath=tmp_path)
     assert ran == ["fp32 0"]
+    run = json.loads((tmp_path / "fp32-seed0.json").read_text())["run"]
+    assert run["num_steps"] == 12  # of 24
     compare(dirpath=tmp_path)
-    assert ran == ["fp32 0", "bf16 0"]
+    with pytest.raises(ValueError, match="got 'val_los'"):  # kept runs say so before anything runs
+        compare(margins={"val_los": 0.1}, dirpath=tmp_path, num_seeds=2)
+    assert ran == ["fp32 0", "fp32 0", "bf16 0"]
+
+
+@pytest.mark.parametrize("name", ["torch", "lightning", "lightning_amp"])
+def test_kept_runs_of_other_versions_are_refused_by_name(name: str, ran: list[str], tmp_path: Path) -> None:
+    compare(dirpath=tmp_path)
+    path = tmp_path / "bf16-seed0.json"
+    data = json.loads(path.read_text())
+    data["run"]["versions"][name] = "0.0.1"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=rf"has another comparison \(its `{name}`: 0\.0\.1, not \d.*bf16-seed0"):
+        compare(dirpath=tmp_path)
+    assert json.loads(path.read_text()) == data
+    data["run"]["error"] = "it failed"  # a failed run is not compared, and runs again
+    path.write_text(json.dumps(data))
+    compare(dirpath=tmp_path)
+    assert ran == ["fp32 0", "bf16 0", "bf16 0"]
+
+
+def test_lambdas_are_kept_by_what_they_do(ran: list[str], tmp_path: Path) -> None:
+    def make(width: int) -> Any:
+        return lambda: Waves(width)
+
+    compare(("fp32",), make(16), dirpath=tmp_path)
+    compare(("fp32",), make(16), dirpath=tmp_path)
+    assert ran == ["fp32 0"]
+    with pytest.raises(ValueError, match="its `make_module`"):
+        compare(("fp32",), make(32), dirpath=tmp_path)
 
 
 def test_a_folder_at_a_url(ran: list[str], folder_url: str) -> None:
@@ -181,22 +203,19 @@ def test_a_folder_at_a_url(ran: list[str], folder_url: str) -> None:
         compare(dirpath=folder_url, module=FailsInFp16)
 
 
-def test_a_folder_that_becomes_full(
-    ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    from lightning_amp.compare import _run_file
+def test_a_folder_that_becomes_full(ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_amp.compare import _store
 
-    write = _run_file.write_atomically
+    write = _store.write_atomically
 
     def full(path: Any, *args: Any, **kwargs: Any) -> None:
         if "seed0" in str(path):
             raise OSError(28, "No space left on device")
         write(path, *args, **kwargs)
 
-    monkeypatch.setattr(_run_file, "write_atomically", full)
-    with pytest.warns(UserWarning, match="could not write to .*No space left on device") as caught:
+    monkeypatch.setattr(_store, "write_atomically", full)
+    with pytest.warns(UserWarning, match="could not write to .*No space left on device"):
         report = compare(dirpath=tmp_path)
-    assert len([w for w in caught if "could not write" in str(w.message)]) == 1
     assert all(arm.finished for arm in report.arms.values())
 
 
@@ -219,7 +238,7 @@ def test_one_seed_needs_no_scipy(ran: list[str], monkeypatch: pytest.MonkeyPatch
     assert "one seed never decides" in str(report)
 
 
-def test_the_order_of_the_arms_is_a_part_of_the_comparison(ran: list[str], tmp_path: Path) -> None:
+def test_the_order_of_the_arms_is_a_part_of_the_compare(ran: list[str], tmp_path: Path) -> None:
     """A kept control belongs to the first arm."""
     compare(("fp32", "bf16"), control=True, dirpath=tmp_path)
     with pytest.raises(ValueError, match="has another comparison"):

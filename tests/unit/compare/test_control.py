@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.compare._control import LastBitMover, move_last_bits
+from lightning_amp.compare._train import LastBitMover, move_last_bits
 
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
 

@@ -28,7 +28,17 @@ from torch import nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, MetricComparison, ScaleMonitor
 from lightning_amp.compare import _describe
-from lightning_amp.compare._describe import identity, shown, without_identity
+from lightning_amp.compare._describe import Identity, factory_name, shown
+
+
+def identity(value: Any) -> str:
+    return Identity().of(value)
+
+
+def without_identity(value: Any) -> list[str]:
+    writer = Identity()
+    writer.of(value)
+    return list(dict.fromkeys(writer.unknown))
 
 
 def trainer_settings(tmp: Path = Path("runs")) -> dict[str, list[Any]]:
@@ -82,7 +92,7 @@ support.__path__ = [sys.argv[1]]  # without the imports of its `__init__`
 spec = importlib.util.spec_from_file_location("describe", sys.argv[2])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-print(*importlib.import_module("support.settings").write_all(module.identity), sep="\\n")
+print(*importlib.import_module("support.settings").write_all(lambda value: module.Identity().of(value)), sep="\\n")
 """
 
 
@@ -150,3 +160,31 @@ def test_types_without_an_identity_are_named(value: Any) -> None:
 )
 def test_a_person_can_read_it(value: Any, text: str) -> None:
     assert shown(value) == text
+
+
+def width(number: int) -> Any:
+    return lambda: number
+
+
+def test_lambdas_differ_by_what_they_do() -> None:
+    assert identity(width(3)) == identity(width(3)) != identity(width(4))
+    assert identity(lambda: Plain(3)) != identity(lambda: Plain(4))
+    assert without_identity(width(threading.Lock())) == ["lock"]
+
+
+def needs(width: int) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("factory", "name"),
+    [
+        (Plain, "Plain"),
+        (functools.partial(needs, 3), "needs(3)"),
+        (functools.partial(needs, width=needs), "needs(width=needs)"),
+        (Plain(3).method, "Plain.method"),
+        (lambda: 3, "lambda"),
+        (width(3), "lambda"),
+    ],
+)
+def test_names_of_factories_are_those_that_a_person_would_write(factory: Any, name: str) -> None:
+    assert factory_name(factory) == name

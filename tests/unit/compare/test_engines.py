@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 from zoo.compared import TRAINER, Sea, Waves, here
-from zoo.executors import Inline, assignment_of
-from zoo.processes import MOMENTS, DiesOnce
+from zoo.processes import DiesOnce
 
 import lightning_amp
 from lightning_amp import LocalDevices
-from lightning_amp.compare import Comparison, _comparison
-from lightning_amp.compare._fork_server import FORK_SERVER
-from lightning_amp.compare._remote import Assignment
+from lightning_amp.compare import Comparison, _compare
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 
@@ -39,7 +36,7 @@ def without_the_name_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_order() -> dict[int, lightning_amp.PrecisionReport]:
     """Return the reports of one, two and four seeds, whose runs trained one after the other in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_comparison, "run_in_process", here)
+        patch.setattr(_compare, "run_in_process", here)
         return {
             number: lightning_amp.compare_precisions(
                 Waves, Sea, **{**KWARGS, "num_seeds": number, "control": number == 4}
@@ -117,90 +114,21 @@ def test_submitit(in_order: Any, tmp_path: Path) -> None:
 
 
 def test_parts(in_order: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_comparison, "run_in_process", here)
+    monkeypatch.setattr(_compare, "run_in_process", here)
     for part in (3, 1, 2):
         assert len(Comparison(Waves, Sea, **KWARGS, dirpath=tmp_path).run_part(part, 3)) == 4
-    report, missing = Comparison(Waves, Sea, **KWARGS, dirpath=tmp_path).collect()
-    assert missing == []
-    assert_same(report, in_order[4], 12)
+    assert_same(Comparison(Waves, Sea, **KWARGS, dirpath=tmp_path).collect(), in_order[4], 12)
 
 
-# -- a worker that dies ------------------------------------------------------------------------------------------------
-
-
-class Loses:
-    """Loses the first attempt of the last seed before its process starts."""
-
-    def __init__(self, executor: Any) -> None:
-        self._executor = executor
-
-    def submit(self, fn: Any, /, *args: Any) -> Any:
-        assignment = assignment_of(*args)
-        if assignment.tasks[0].seed == len(MOMENTS) and not assignment.first_attempt:
-            return self._executor.submit(_lose)
-        return self._executor.submit(fn, *args)
-
-
-def _lose() -> None:
-    raise ConnectionError("the node is gone")
-
-
-def test_a_worker_that_is_killed_in_each_of_five_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run is repeated once; nothing is lost, and the report says so."""
+def test_runs_that_are_killed_in_any_moment_fail_and_a_second_call_repeats_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "died").mkdir()
     monkeypatch.setenv("DIED", str(tmp_path / "died"))
-    kwargs = {**KWARGS, "precisions": ("fp32",), "num_seeds": 6, "control": False}
-    report = lightning_amp.compare_precisions(
-        DiesOnce, Sea, **kwargs, executor=Loses(LocalDevices(num=2)), dirpath=tmp_path / "kept"
-    )
-    assert sorted(path.name for path in (tmp_path / "died").iterdir()) == ["0", "1", "2", "3"]
-    runs = report.arms["fp32"].runs
-    assert [run.error for run in runs] == [None] * 6
-    assert all("was killed by SIGKILL" in run.first_attempt for run in runs[:4])
-    assert runs[4].first_attempt == "its worker was lost: ConnectionError: the node is gone"
-    assert runs[5].first_attempt == ""
-    monkeypatch.setattr(_comparison, "run_in_process", here)
-    expected = lightning_amp.compare_precisions(Waves, Sea, **kwargs)
-    assert bits(report) == bits(expected)
-    said = report.to_markdown()
-    assert all(f"`fp32`, seed {seed} was repeated: its worker was lost" in said for seed in range(5))
-    assert "seed 5 was repeated" not in said
-    again = lightning_amp.compare_precisions(DiesOnce, Sea, **kwargs, dirpath=tmp_path / "kept")
-    assert again.arms["fp32"].runs == runs
-
-
-def test_a_worker_that_is_lost_while_it_keeps_a_run(
-    in_order: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before or after its file is complete."""
-    from lightning_amp.compare import _remote
-
-    monkeypatch.setattr(_remote, "run_packed", _here_packed)
-
-    def change(fn: Any, assignment: Assignment) -> Any:
-        answer = fn(assignment)
-        task = assignment.tasks[0]
-        if assignment.first_attempt or task.label == "fp32":
-            return answer
-        path = Path(assignment.files[0].path)
-        if task.seed == 0:
-            path.unlink()
-            path.with_name(f"{path.name}.tmp").write_text("{")
-        raise ConnectionError("the node is gone")
-
-    kwargs = {**KWARGS, "num_seeds": 2, "control": False, "dirpath": tmp_path}
-    report = lightning_amp.compare_precisions(Waves, Sea, **kwargs, executor=Inline(change))
-    assert_same(report, in_order[2], 4)
-    assert len(list(tmp_path.glob("*-seed?.json"))) == 4
-    assert all(run.first_attempt for run in report.arms["bf16"].runs)
-
-
-def _here_packed(task: Any, folder: str, *_: Any) -> Any:
-    import pickle
-    from dataclasses import replace
-
-    return here(replace(pickle.loads(task.pickled), work_folder=folder))
-
-
-def test_no_process_is_left() -> None:
-    assert FORK_SERVER._server is None
+    kwargs = {**KWARGS, "precisions": ("fp32",), "num_seeds": 5, "control": False, "dirpath": tmp_path / "kept"}
+    first = lightning_amp.compare_precisions(DiesOnce, Sea, **kwargs, executor=LocalDevices(num=2))
+    assert list(first.arms["fp32"].errors) == [0, 1, 2, 3]
+    assert all("was killed by SIGKILL" in error for error in first.arms["fp32"].errors.values())
+    again = lightning_amp.compare_precisions(DiesOnce, Sea, **kwargs, executor=LocalDevices(num=2))
+    monkeypatch.setattr(_compare, "run_in_process", here)
+    assert bits(again) == bits(lightning_amp.compare_precisions(Waves, Sea, **{**kwargs, "dirpath": None}))

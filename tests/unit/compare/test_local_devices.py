@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from lightning_amp.compare import LocalDevices
-from lightning_amp.compare._local_devices import _places
-from lightning_amp.compare._place import WHOLE_MACHINE, Place, assigned, visible_devices
-from lightning_amp.compare._process import IN_AN_ARM
+from lightning_amp.compare._local_devices import _places, visible_devices
+from lightning_amp.compare._process import HERE
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, kind: str | None, number: int = 4, cores: int = 8) -> None:
@@ -34,7 +33,7 @@ def four(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def environments(*args: Any, name: str = "CUDA_VISIBLE_DEVICES") -> list[str]:
-    return [place.environment[name] for place in _places(*args)]
+    return [environment[name] for environment, _ in _places(*args)]
 
 
 # -- accelerators ------------------------------------------------------------------------------------------------------
@@ -58,7 +57,7 @@ def environments(*args: Any, name: str = "CUDA_VISIBLE_DEVICES") -> list[str]:
 )
 def test_places_with_accelerators(args: Any, seen: list[str]) -> None:
     assert environments(*args) == seen
-    assert all(place.cores == () for place in _places(*args))
+    assert all(cores == () for _, cores in _places(*args))
 
 
 @pytest.mark.usefixtures("four")
@@ -109,17 +108,17 @@ def test_wrong_arguments(kwargs: Any, message: str) -> None:
 def test_cores_are_divided_without_overlap(num: int, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, None)
     places = _places(None, 1, num)
-    cores = [core for place in places for core in place.cores]
-    assert [len(place.cores) for place in places] == [share] * num
+    cores = [core for _, share in places for core in share]
+    assert [len(cores) for _, cores in places] == [share] * num
     assert len(set(cores)) == len(cores)
     assert set(cores) <= set(range(10, 18))
-    assert all(place.environment == {} for place in places)
+    assert all(environment == {} for environment, _ in places)
 
 
 @pytest.mark.parametrize("num", [None, 1])
 def test_one_run_has_all_cores(num: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, None)
-    assert [place.cores for place in _places(None, 1, num)] == [()]
+    assert _places(None, 1, num) == [({}, ())]
     assert LocalDevices(num=num).num_at_once == 1
 
 
@@ -143,15 +142,6 @@ def test_wrong_arguments_without_accelerators(
         LocalDevices(**kwargs)
 
 
-def test_a_script_that_makes_it_while_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process of a run imports the script too, and sees its own devices only."""
-    monkeypatch.setenv(IN_AN_ARM, "1")
-    pretend(monkeypatch, "cuda", number=1)
-    assert LocalDevices([0, 2], per_run=2).num_at_once == 1
-    pretend(monkeypatch, None, cores=1)
-    assert LocalDevices(num=2).num_at_once == 1
-
-
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +153,7 @@ def test_any_function() -> None:
     assert not job.cancel()
     with pytest.raises(ZeroDivisionError):
         LocalDevices().submit(divmod, 1, 0).result()
-    assert assigned.get() is WHOLE_MACHINE
+    assert HERE.environment == {}
 
 
 @pytest.mark.usefixtures("four")
@@ -173,7 +163,7 @@ def test_no_two_running_jobs_share_a_place() -> None:
     lock = threading.Lock()
 
     def work(number: int) -> str:
-        name = assigned.get().environment["CUDA_VISIBLE_DEVICES"]
+        name = HERE.environment["CUDA_VISIBLE_DEVICES"]
         with lock:
             assert name not in running
             running.append(name)
@@ -199,12 +189,13 @@ def test_no_two_running_jobs_share_a_place() -> None:
 def test_a_cancelled_job() -> None:
     """A queued one never runs. A running one learns of it, and `run_packed` then kills its process."""
     begun = threading.Event()
-    places: list[Place] = []
+    calls: list[int] = []
 
     def wait() -> bool:
-        places.append(assigned.get())
+        calls.append(1)
         begun.set()
-        return places[-1].stop.wait(30)
+        assert HERE.stop is not None
+        return HERE.stop.wait(30)
 
     devices = LocalDevices(num=1)
     running, queued, last = devices.submit(wait), devices.submit(wait), devices.submit(pow, 2, 3)
@@ -217,7 +208,7 @@ def test_a_cancelled_job() -> None:
     assert running.cancel()
     assert running.result() is True
     assert last.result() == 8
-    assert len(places) == 1
+    assert len(calls) == 1
     assert not running.cancel()
 
 

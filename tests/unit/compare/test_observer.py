@@ -1,11 +1,8 @@
-"""The callback that watches a run; `test_worker.py` tests the record that it makes."""
+"""The callback that watches a run; `test_train.py` tests the record that it makes."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,17 +10,16 @@ import lightning as L
 import pytest
 from support import assert_same, weights
 from torch.utils.data import DataLoader
-from zoo.compared import TRAINER, Sea, Waves, by_hand, task
+from zoo.compared import TRAINER, Sea, Waves, by_hand
 
 from lightning_amp import AmpPrecision
 from lightning_amp.compare import _observer
 from lightning_amp.compare._observer import Observer
-from lightning_amp.compare._worker import run_arm
 
 
 def watched(module: Any = Waves, data: Any = Sea, **changes: Any) -> tuple[Observer, L.Trainer, list[Any]]:
     heard: list[Any] = []
-    observer = Observer(lambda *progress: heard.append(progress))
+    observer = Observer(lambda *progress: heard.append(progress), {})
     kwargs = {**TRAINER, "enable_progress_bar": False, **changes}
     L.seed_everything(3, verbose=False)
     trainer = L.Trainer(**kwargs, callbacks=[observer], plugins=[AmpPrecision("fp16")])
@@ -74,17 +70,6 @@ def test_losses_of_a_long_run_are_thinned(monkeypatch: pytest.MonkeyPatch) -> No
     assert 3 <= len(steps) <= 6
     assert steps == sorted(steps)
     assert steps[-1] > 30
-
-
-def test_the_parent_process_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parents = iter([1, 1, 2])
-    monkeypatch.setattr(os, "getppid", lambda: next(parents, 2))
-    killed: list[Any] = []
-    monkeypatch.setattr(os, "getpgid", lambda pid: os.getpid())
-    monkeypatch.setattr(os, "killpg", lambda *args: killed.append(args))
-    run = run_arm(task(tmp_path), tmp_path, 0.0)
-    assert killed == [(0, signal.SIGKILL)]
-    assert "the process that started this arm has ended" in str(run.error)
 
 
 class Ragged(Sea):

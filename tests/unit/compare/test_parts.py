@@ -8,22 +8,21 @@ from typing import Any
 import pytest
 from support.synthetic import failed
 from zoo.compared import TRAINER, Sea, Waves
-from zoo.executors import Inline, trained
+from zoo.executors import Inline, trained_here, trained_there
 
-from lightning_amp.compare import Comparison, _comparison, _remote
-from lightning_amp.compare._worker import Task
+from lightning_amp.compare import Comparison, Spec, _compare, _process
 
 
 @pytest.fixture(autouse=True)
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     keys: list[tuple[str, int]] = []
 
-    def run(task: Any, *_: Any) -> Any:
-        keys.append((task.label, task.seed))
-        return trained(task)
+    def here(spec: Spec, *_: Any) -> Any:
+        keys.append((spec.label, spec.seed))
+        return trained_here(spec)
 
-    monkeypatch.setattr(_comparison, "run_in_process", run)
-    monkeypatch.setattr(_remote, "run_packed", run)
+    monkeypatch.setattr(_compare, "run_in_process", here)
+    monkeypatch.setattr(_process, "run_packed", trained_there)
     return keys
 
 
@@ -59,8 +58,8 @@ def test_parts_in_any_order_have_the_report_of_one_call(
     for part in (3, 1, 2):
         comparison(tmp_path, executor=executor).run_part(part, 3)
     ran.clear()
-    report, missing = comparison(tmp_path).collect()
-    assert (missing, ran) == ([], [])
+    report = comparison(tmp_path).collect()
+    assert ran == []
     expected = comparison(None).run()
     assert str(report) == str(expected)
     assert {label: arm.runs for label, arm in report.arms.items()} == {
@@ -68,38 +67,34 @@ def test_parts_in_any_order_have_the_report_of_one_call(
     }
 
 
-def test_runs_that_are_missing(tmp_path: Path, ran: list[tuple[str, int]]) -> None:
+def test_runs_that_are_missing_count_as_failed(tmp_path: Path, ran: list[tuple[str, int]]) -> None:
     comparison(tmp_path).run_part(1, 3)
     comparison(tmp_path).run_part(3, 3)
     ran.clear()
-    report, missing = comparison(tmp_path).collect()
-    assert missing == list(comparison(None).plan.runs())[4:8]
+    report = comparison(tmp_path).collect()
+    missing = {(label, seed) for label, arm in report.arms.items() for seed in arm.errors}
+    assert missing == set(list(comparison(None).plan.runs())[4:8])
     assert ran == []
-    assert [run.seed for run in report.arms["bf16"].runs] == [0, 3]
+    assert "`bf16, seed 1`: it left no record" in str(report)
     assert report.verdict("bf16", "val_loss").claim == "undecided"
-
-
-def test_an_empty_folder(tmp_path: Path) -> None:
-    report, missing = comparison(tmp_path).collect()
-    assert missing == list(report.plan.runs())
-    assert str(report)
+    assert str(comparison(tmp_path / "empty").collect())
 
 
 def test_a_run_that_failed_is_collected_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not missing. A second call of its part trains it again."""
+    """A second call of its part trains it again."""
 
-    def run(task: Task, _: Any) -> Any:
-        return failed(task.label, task.seed) if task.label == "bf16" else trained(task)  # type: ignore[arg-type]
+    def run(spec: Spec, _: Any) -> Any:
+        return failed(spec.label, spec.seed) if spec.label == "bf16" else trained_here(spec)
 
-    again = _comparison.run_in_process
-    monkeypatch.setattr(_comparison, "run_in_process", run)
+    again = _compare.run_in_process
+    monkeypatch.setattr(_compare, "run_in_process", run)
     comparison(tmp_path).run_part(1, 1)
-    report, missing = comparison(tmp_path).collect()
-    assert missing == []
+    report = comparison(tmp_path).collect()
     assert list(report.arms["bf16"].errors) == [0, 1, 2, 3]
-    monkeypatch.setattr(_comparison, "run_in_process", again)
+    assert "no record" not in str(report)
+    monkeypatch.setattr(_compare, "run_in_process", again)
     comparison(tmp_path).run_part(1, 1)
-    assert comparison(tmp_path).collect()[0].arms["bf16"].errors == {}
+    assert comparison(tmp_path).collect().arms["bf16"].errors == {}
 
 
 def test_a_margin_for_a_metric_that_no_run_logged(tmp_path: Path) -> None:
@@ -112,11 +107,3 @@ def test_parts_of_another_comparison_are_refused(tmp_path: Path) -> None:
     comparison(tmp_path).run_part(1, 3)
     with pytest.raises(ValueError, match="has another comparison .its `trainer_kwargs`"):
         comparison(tmp_path, trainer_kwargs={**TRAINER, "max_epochs": 9}).run_part(2, 3)
-
-
-def test_short_runs_for_speed_are_collected(tmp_path: Path) -> None:
-    comparison(tmp_path, measure_speed="alone").run()
-    report, missing = comparison(tmp_path, measure_speed="alone").collect()
-    assert missing == []
-    assert len(report.arms["bf16"].speed_runs) == 4
-    assert report.arms["bf16"].speed is not None

@@ -1,24 +1,39 @@
-"""Arms in processes of their own, and how those end. There are few, because each takes seconds to start."""
+"""Runs in processes of their own, and how those end. There are few, because each takes seconds to start."""
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+import signal
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support import warm
-from zoo.compared import by_hand, dies, sleeps, task
+from zoo.compared import by_hand, dies, sleeps, spec
+from zoo.processes import MOMENTS, DiesOnce, Facts
 
 from lightning_amp import AmpPrecision
-from lightning_amp.compare._pack import run_in_process
+from lightning_amp.compare import HERE, Run, _process, run_in_process
+from lightning_amp.compare._process import run_packed
+from lightning_amp.compare._spec import pack
 
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[2]
+only_linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems start a new process")
+
+
+@pytest.fixture(autouse=True)
+def without_the_name_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest changes it while a test runs, and runs with another environment need another server."""
+    monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
 
 
 def is_running(pid: int) -> bool:
@@ -29,101 +44,208 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def test_an_arm_has_the_values_of_a_run_by_hand(tmp_path: Path) -> None:
-    """The process also has the settings of this one: one thread."""
-    assert torch.get_num_threads() == 1
+def wait_until_gone(*pids: int) -> None:
+    deadline = time.monotonic() + 60
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, pids))
+
+
+@only_linux
+def test_runs_are_forks_of_one_process_with_all_that_a_new_process_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FACTS", str(tmp_path / "facts"))
+    monkeypatch.setenv("DIED", str(tmp_path))
     heard: list[tuple[float | None, str]] = []
-    run = run_in_process(task(tmp_path, "fp16"), lambda *progress: heard.append(progress))
-    assert run.error is None
-    assert {n: [p.value for p in points] for n, points in run.curves.items()} == by_hand(AmpPrecision("fp16")).notes
+
+    def facts_of(**changes: Any) -> tuple[dict[str, Any], Run]:
+        header = {**pickle.loads(pack(spec(tmp_path / "work", "fp16", Facts))), **changes}
+        run = run_packed(header, lambda *progress: heard.append(progress))
+        assert run.error is None
+        return json.loads((tmp_path / "facts").read_text()), run
+
+    with HERE.forking():
+        (first, run), (again, _) = facts_of(), facts_of()
+        for moment in range(len(MOMENTS)):  # the server goes on, whenever a run dies
+            killed = run_in_process(replace_seed(spec(tmp_path / "dies", module=DiesOnce), moment), lambda *_: None)
+            assert killed.killed_by == "SIGKILL"
+        monkeypatch.setenv("OTHER", "1")
+        other, _ = facts_of()
+        monkeypatch.delenv("OTHER")
+        new, run_of_new = facts_of(one_process=False)
+    server = first.pop("parent")
+    assert (again.pop("parent"), new.pop("parent")) == (server, os.getpid())
+    assert server != os.getpid()
+    assert first == again == new
+    assert other["environment"]["OTHER"] == "1"
+    assert other["parent"] not in (server, os.getpid())
+    assert (first["threads"], torch.get_num_threads()) == (1, 1)
     assert heard[0] == (None, "starting")
-    assert (tmp_path / "output.log").stat().st_size > 0
+    for one in (run, run_of_new):
+        values = {n: [p.value for p in points] for n, points in one.curves.items()}
+        assert values == by_hand(AmpPrecision("fp16")).notes
+    assert "a line for the log" in (tmp_path / "work" / "output.log").read_text()
+    wait_until_gone(server, other["parent"])
+
+
+def replace_seed(made: Any, seed: int) -> Any:
+    from dataclasses import replace
+
+    return replace(made, seed=seed)
 
 
 def test_a_process_that_is_killed(tmp_path: Path) -> None:
-    run = run_in_process(task(tmp_path, module=dies), lambda *_: None)
+    with HERE.forking():
+        run = run_in_process(spec(tmp_path, module=dies), lambda *_: None)
     assert run.error == "its process was killed by SIGKILL; on Linux that is often the kernel, out of memory"
     assert "a line of the user's own" in run.log
 
 
-def test_an_interrupt_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@only_linux
+@pytest.mark.parametrize("what", ["the run", "the server"])
+def test_an_interrupt_or_a_dead_server_ends_the_process(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller does not wait for ever, and a new server forks the next run."""
     sleeper = tmp_path / "sleeper"
     monkeypatch.setenv("SLEEPER", str(sleeper))
 
     def interrupt(share: float | None, text: str) -> None:
         if sleeper.exists() and sleeper.read_text():
-            raise KeyboardInterrupt
+            if what == "the run":
+                raise KeyboardInterrupt
+            assert HERE.server is not None
+            os.kill(HERE.server._process.pid, signal.SIGKILL)
 
-    with pytest.raises(KeyboardInterrupt):
-        run_in_process(task(tmp_path / "work", module=sleeps), interrupt)
-    assert not is_running(int(sleeper.read_text()))
+    with HERE.forking():
+        if what == "the run":
+            with pytest.raises(KeyboardInterrupt):
+                run_in_process(spec(tmp_path / "work", module=sleeps), interrupt)
+        else:
+            run = run_in_process(spec(tmp_path / "work", module=sleeps), interrupt)
+            assert run.killed_by == "SIGKILL"
+        wait_until_gone(int(sleeper.read_text()))
+        assert run_in_process(spec(tmp_path / "work", max_epochs=1), lambda *_: None).finished
 
+
+@only_linux
+def test_a_run_that_is_cancelled_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper = tmp_path / "sleeper"
+    monkeypatch.setenv("SLEEPER", str(sleeper))
+    monkeypatch.setattr(HERE, "stop", threading.Event())
+
+    def stop(share: float | None, text: str) -> None:
+        if sleeper.exists() and sleeper.read_text():
+            assert HERE.stop is not None
+            HERE.stop.set()
+
+    with HERE.forking(), pytest.raises(KeyboardInterrupt):
+        run_in_process(spec(tmp_path / "work", module=sleeps), stop)
+    wait_until_gone(int(sleeper.read_text()))
+    HERE.stop = None
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "one_process"),
+    [
+        ({}, True),
+        ({"devices": 1}, True),
+        ({"devices": "auto", "strategy": "auto"}, True),
+        ({"devices": 2}, False),
+        ({"devices": [0, 1]}, False),
+        ({"strategy": "ddp"}, False),
+        ({"devices": 1, "num_nodes": 2}, False),
+    ],
+)
+def test_runs_in_several_processes_are_no_forks(kwargs: Any, one_process: bool, tmp_path: Path) -> None:
+    assert pickle.loads(pack(spec(tmp_path, **kwargs)))["one_process"] == one_process
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker on another machine may not share the folder; the log is then in a temporary one."""
+    monkeypatch.setattr(_process, "_start", lambda folder, log, *_: open(log, "a").close() or Ended())
+    header = pickle.loads(pack(spec(tmp_path / "not" / "there")))
+    assert run_packed(header).error == "its process ended with exit status 7 and left no result"
+    assert not (tmp_path / "not").exists()
+
+
+class Ended:
+    pid = 0
+
+    def poll(self) -> int:
+        return 7
+
+
+# -- scripts -----------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
+import sys
+from dataclasses import dataclass
+
 import lightning_amp
 from zoo.compared import Sea, Waves, sleeps
 
-{functions}
-kwargs = dict(accelerator="cpu", max_epochs=1)
-{guard}lightning_amp.compare_precisions({factories}, ["fp32"], trainer_kwargs=kwargs, dirpath="kept")
+sys.stderr.write("the script runs\\n")
+
+
+@dataclass
+class Config:
+    width: int
+
+
+class Net(Waves):
+    def __init__(self, config):
+        super().__init__(config.width)
+        self.save_hyperparameters()  # a checkpoint then pickles a class of the script by its name
+
+
+config = Config(int(sys.argv[1]))
+lightning_amp.compare_precisions(
+    {factory}, Sea, ["fp32"], trainer_kwargs=dict(accelerator="cpu", max_epochs=1, logger=False), dirpath="kept"
+)
 """
 
 
-def start_script(folder: Path, guard: str, factories: str, functions: str = "", *arguments: str) -> warm.Process:
+def start_script(folder: Path, factory: str) -> warm.Process:
     """Start a script whose errors go to `folder / "err"`."""
     script = folder / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(guard=guard, factories=factories, functions=functions))
+    script.write_text(textwrap.dedent(SCRIPT).format(factory=factory))
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     environment = {**os.environ, "PYTHONPATH": path, "SLEEPER": str(folder / "sleeper")}
-    return warm.start(script, *arguments, out=folder / "out", err=folder / "err", cwd=folder, env=environment)
+    return warm.start(script, "16", out=folder / "out", err=folder / "err", cwd=folder, env=environment)
 
 
-@pytest.mark.slow
-def test_functions_of_the_script_itself(tmp_path: Path) -> None:
-    """They may read the script's arguments while it is imported."""
-    functions = "import sys\nWIDTH = int(sys.argv[1])\ndef make():\n    return Waves(WIDTH)\n"
-    script = start_script(tmp_path, 'if __name__ == "__main__": ', "make, Sea", functions, "16")
+def test_a_script_needs_no_guard_and_may_pass_a_lambda(tmp_path: Path) -> None:
+    script = start_script(tmp_path, "lambda: Net(config)")
     code, err = script.wait(), (tmp_path / "err").read_text()
     assert code == 0, err
+    assert err.count("the script runs") == 1
     assert "[1/1] fp32, seed 0: " in err
-    assert (tmp_path / "kept" / "fp32-seed0.json").is_file()
+    assert "failed" not in err
+    assert list((tmp_path / "kept").rglob("*.ckpt"))
 
 
-@pytest.mark.slow
-def test_a_script_without_a_guard(tmp_path: Path) -> None:
-    script = start_script(tmp_path, "", "make, Sea", "def make():\n    return Waves(16)\n")
-    assert script.wait() != 0
-    err = (tmp_path / "err").read_text()
-    last = err.strip().splitlines()[-1]
-    assert last.startswith("ValueError: The process of an arm could not import")
-    assert 'if __name__ == "__main__":' in last
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it ends at its next batch: `test_observer.py`")
-def test_an_arm_ends_when_the_script_is_gone(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a run goes on to its end")
+def test_a_run_ends_when_the_script_is_gone(tmp_path: Path) -> None:
     """It ends wherever it is: here it hangs before the first batch. The process that forked it ends as well."""
-    script = start_script(tmp_path, 'if __name__ == "__main__": ', "sleeps, Sea")
+    script = start_script(tmp_path, "sleeps")
     sleeper, deadline = tmp_path / "sleeper", time.monotonic() + 100
     while not (sleeper.exists() and sleeper.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    arm = int(sleeper.read_text())
-    server = int(Path(f"/proc/{arm}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+    run = int(sleeper.read_text())
+    server = int(Path(f"/proc/{run}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
     script.kill()
     script.wait()
-    while (is_running(arm) or is_running(server)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_running(arm)
-    assert not is_running(server)
+    wait_until_gone(run, server)
     assert not (tmp_path / "kept" / "fp32-seed0.json").exists()
 
 
-@pytest.mark.slow
 def test_ranks_in_a_job_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning would expect one task of Slurm for each rank; the run starts its ranks itself."""
     names = ("NTASKS", "NTASKS_PER_NODE", "PROCID", "LOCALID", "NODEID", "JOB_NAME", "JOB_ID")
     for name, value in zip(names, ("1", "1", "0", "0", "0", "train", "7"), strict=True):
         monkeypatch.setenv(f"SLURM_{name}", value)
-    run = run_in_process(task(tmp_path, devices=2, strategy="ddp"), lambda *_: None)
+    run = run_in_process(spec(tmp_path, devices=2, strategy="ddp"), lambda *_: None)
     assert run.error is None
     assert run.device.startswith("2 x cpu")

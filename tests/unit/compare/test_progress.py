@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-import time
 
 import pytest
 
@@ -66,27 +65,3 @@ def test_a_bar_with_the_arm_its_epoch_and_the_time_left(monkeypatch: pytest.Monk
 def test_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert on_terminal(monkeypatch) == "[1/2] fp32 [bold], seed 0: 12 s\n"
-
-
-def test_several_runs_at_once_have_a_bar_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with progress(3) as shown:
-        for name in ("fp32", "bf16", "fp16"):
-            shown.start(name)
-        shown.move(None, "waits for a worker", "fp16")
-        shown.move(0.25, "epoch 1/4", "fp32")
-        shown.move(0.5, "epoch 2/4", "bf16")
-        time.sleep(0.3)  # it is drawn ten times a second
-        shown.finish("fp32: 2 s", "fp32")
-        shown.say("bf16 is repeated")
-        time.sleep(0.3)
-    text = terminal.getvalue()
-    assert "fp32: epoch 1/4" in text
-    assert "bf16: epoch 2/4" in text
-    assert "2 running, 1 waiting" in text
-    assert "1 running, 1 waiting" in text
-    assert "bf16 is repeated" in text
-    assert "fp16: waits" not in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -29,58 +30,9 @@ def test_state_of_a_scaler() -> None:
     _torch.set_scale_tensor(scaler, torch.tensor(4.0), torch.tensor(3, dtype=torch.int32))
     assert (scaler.get_scale(), int(_torch.growth_tracker(scaler))) == (4.0, 3)
     assert scaler.state_dict()[_torch.GROWTH_TRACKER] == 3
-    _torch.give_found_inf(scaler, torch.tensor(1.0))
-    scaler.update()
-    assert scaler.get_scale() == 2.0
-    _torch.give_found_inf(scaler, torch.tensor(1.0))
-    assert [float(flag) for flag in _torch.take_found_infs(scaler)] == [1.0]
     assert _torch.take_found_infs(scaler) == []
     _torch.reset_scale(scaler, 16.0, tracker=2)
     assert (float(_torch.scale_tensor(scaler)), int(_torch.growth_tracker(scaler))) == (16.0, 2)
-
-
-def test_a_scaler_says_whether_it_was_told_a_flag() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    assert not _torch.has_found_infs(scaler)
-    _torch.give_found_inf(scaler, torch.tensor(1.0))
-    assert _torch.has_found_infs(scaler)
-    scaler.scale(torch.ones(()))
-    scaler.update()
-    assert not _torch.has_found_infs(scaler)
-
-
-def test_a_backward_is_told_from_a_derivative() -> None:
-    weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    inner: list[torch.Tensor] = []
-    adds: list[bool] = []
-    numbers: list[int] = []
-
-    def look() -> torch.Tensor:
-        inner[:] = [weight * other]
-        loss = inner[0].sum()
-        node = loss.grad_fn
-        scaled = loss * 2
-
-        def note(_: torch.Tensor) -> None:
-            adds.append(_torch.adds_to_gradients(node))
-            numbers.append(_torch.backward_number())
-
-        scaled.register_hook(note)
-        return scaled
-
-    look().backward()
-    look().backward(inputs=[weight])
-    for inputs in ([weight], [weight, other]):
-        torch.autograd.grad(look(), inputs)
-    scaled = look()
-    torch.autograd.grad(scaled, inner)
-    assert adds == [True, True, False, False, False]
-    assert len(set(numbers)) == 5
-    assert min(numbers) >= 0 > _torch.backward_number()
-
-
-def test_a_backward_whose_leaves_cannot_be_seen_is_taken_for_one() -> None:
-    assert _torch.adds_to_gradients(object())
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
@@ -121,3 +73,9 @@ def test_hooks_around_a_step() -> None:
     hook.only_looks = True  # type: ignore[attr-defined]
     assert not _torch.has_step_hooks(optimizer)
     handle.remove()
+
+
+def test_the_optimizer_of_the_user() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    assert _torch.unwrap_optimizer(LightningOptimizer(optimizer)) is optimizer
+    assert _torch.unwrap_optimizer(optimizer) is optimizer

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_amp.numerics import (
     FORMATS,
     count_nonfinite,
-    exponent_histogram,
     fidelity,
     fidelity_sums,
     headroom_bits,
@@ -69,7 +68,6 @@ def test_nothing_to_measure(values: Tensor) -> None:
     assert underflow_counts(values).tolist() == [0, 0, 0]
     assert headroom_bits(values) == INF
     assert largest(values) == largest_finite(values) == 0
-    assert exponent_histogram(values, -50, 20).counts.sum() == 0
     assert count_nonfinite(values) == 0
 
 
@@ -93,16 +91,6 @@ def test_largest() -> None:
     assert largest(torch.tensor([-2.0], dtype=torch.float16)).dtype is torch.float32
 
 
-def test_exponents() -> None:
-    values = tensor(1.0, math.nextafter(1, 0), -2.0, 3.0, 0.0, INF, NAN, 2.0**-149, 1e30)
-    counts, lowest, highest = exponent_histogram(values, -4, 4)
-    assert (lowest, highest) == (-4, 4)
-    assert counts.tolist() == [1, 0, 0, 0, 2, 2, 0, 0, 1]  # float32(nextafter(1, 0)) is 1
-    below = torch.nextafter(torch.tensor(1.0), torch.tensor(0.0))
-    assert exponent_histogram(below, -1, 0).counts.tolist() == [1, 0]
-    assert exponent_histogram(torch.ones(5, dtype=torch.bfloat16), 0, 0).counts.tolist() == [5]
-
-
 class NoReads(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
         assert "_local_scalar_dense" not in str(func), "waited for the device"
@@ -116,7 +104,6 @@ def test_nothing_is_read_from_the_device() -> None:
         for name in FORMATS:
             underflow_counts(values, name, scale)
             headroom_bits(values, name, scale)
-        exponent_histogram(values, -50, 20)
         largest_finite(values)
         fidelity(fidelity_sums(values, other))
     with pytest.raises(AssertionError, match="waited"), NoReads():
@@ -138,8 +125,3 @@ def test_tensors_that_are_not_plain(kind: str) -> None:
     assert largest(values) == torch.inf
     assert largest_finite(values) == 3
     assert count_nonfinite(values) == 1
-
-
-def test_the_exponent_of_a_complex_value_is_that_of_its_magnitude() -> None:
-    counts, lowest, _ = exponent_histogram(torch.tensor([3j, 0, 4, complex(3, 4)]), 0, 3)
-    assert (lowest, counts.tolist()) == (0, [0, 1, 2, 0])

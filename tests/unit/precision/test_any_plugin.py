@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Toy, WithoutAutocast, assert_same, fit, scaled_fp32, stock
+from support import Toy, WithoutAutocast, assert_same, fit, scaled_fp32, stock, weights
 from support.promises import OPTIMIZERS, plain_sgd
 from torch import Tensor, nn
 
@@ -43,6 +43,37 @@ class Penalty(Toy):
 )
 def test_without_our_loss_scaling_it_is_torchs(make: Any) -> None:
     assert_same(fit(Penalty, make()), fit(lambda: Penalty(torch.autograd.grad), make()))
+
+
+class Adversarial(Toy):
+    """Moves the batch along its own gradient, which a backward would leave multiplied by the loss scale."""
+
+    def __init__(self, manual: bool) -> None:
+        super().__init__(plain_sgd)
+        self.automatic_optimization = not manual
+        self.moved: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        x = batch.clone().requires_grad_()
+        (gradient,) = scaled_grad(self.trainer, self.loss(x), x)
+        self.moved.append(gradient.norm())
+        loss = self.loss(batch + 0.5 * gradient)
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+        return None
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_gradients_of_inputs(manual: bool) -> None:
+    """Row 49: adversarial training in automatic and manual optimization."""
+    plugin = AmpPrecision("fp16", scaler=1024.0)
+    ours, reference = (fit(lambda: Adversarial(manual), p).lightning_module for p in (plugin, None))
+    assert plugin.num_skipped == 0
+    assert_same(torch.stack(ours.moved), torch.stack(reference.moved), rtol=0.02, atol=0.0)
+    assert_same(weights(ours), weights(reference), rtol=0.0, atol=0.01)
 
 
 class LooksByHand(Toy):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from support import DEVICE, Toy, batches, fit
 from support.trainers import quiet_trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from lightning_amp import AmpPrecision
+from lightning_amp import AmpPrecision, FabricAmpPrecision
+from lightning_amp.precision import fp32_region
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
 
@@ -21,6 +25,8 @@ OFF = torch.autocast(DEVICE, enabled=False)
 
 class Layer(nn.Module):
     """Has the fault, or its cure."""
+
+    remedy = r"call `\.float\(\)` on each (float16|bfloat16) tensor of that operation"
 
     def __init__(self, cured: bool) -> None:
         super().__init__()
@@ -39,7 +45,7 @@ class Layer(nn.Module):
 
 
 class Constant(Layer):
-    remedy = r"fp16 ends at 65,504 and does not hold the number: write `torch\.finfo\(x\.dtype\)\.min`"
+    remedy = r"float16 does not hold that number: write `torch\.finfo\(x\.dtype\)\.min`"
     precisions = ("fp16",)
 
     def faulty(self, x: Tensor) -> Tensor:
@@ -47,20 +53,12 @@ class Constant(Layer):
 
 
 class Products(Layer):
-    remedy = r"meets a float32 tensor where autocast is off: call `\.float\(\)` on the input"
-
     def faulty(self, x: Tensor) -> Tensor:
         with OFF:
             return self.fixed(x) @ self.weight
 
 
-class Einsum(Products):
-    def faulty(self, x: Tensor) -> Tensor:
-        with OFF:
-            return torch.einsum("bi,ij->bj", self.fixed(x), self.weight)
-
-
-class Convolution(Products):
+class Convolution(Layer):
     where = "`net.1.conv` (Conv1d)"
 
     def faulty(self, x: Tensor) -> Tensor:
@@ -68,32 +66,34 @@ class Convolution(Products):
             return self.conv(self.fixed(x)[:, None])[:, 0]
 
 
-class Put(Layer):
-    remedy = r"are put into a float32 tensor: call `\.to\(target\.dtype\)` on them"
+class CrossProduct(Layer):
+    """Autocast is on, and leaves this operation alone."""
 
     def faulty(self, x: Tensor) -> Tensor:
+        return torch.linalg.cross(self.fixed(x)[:, :3], self.weight[0, :3].expand(len(x), 3)).repeat(1, 3)[:, :8]
+
+
+class InPlace(Layer):
+    """Autocast is on, and casts only operations that are not in place."""
+
+    def faulty(self, x: Tensor) -> Tensor:
+        return torch.zeros(len(x), 8, device=x.device).addmm_(self.fixed(x), self.weight)
+
+
+class Put(Layer):
+    def faulty(self, x: Tensor) -> Tensor:
         target = torch.zeros_like(x, dtype=torch.float32)
-        target[torch.arange(len(x), device=x.device)] = x.to(target.dtype) if self.cured else x
+        target[torch.arange(len(x), device=x.device)] = self.fixed(x)
         return target
 
 
 class Scatter(Layer):
-    remedy = r"autocast made them (fp16|bf16): call `\.to\(target\.dtype\)` on them"
-
     def faulty(self, x: Tensor) -> Tensor:
         target = torch.zeros_like(x, dtype=torch.float32)
-        index = torch.zeros_like(x, dtype=torch.long)
-        return target.scatter_add_(0, index, x.to(target.dtype) if self.cured else x)
-
-
-class IndexAdd(Put):
-    def faulty(self, x: Tensor) -> Tensor:
-        target = torch.zeros_like(x, dtype=torch.float32)
-        return target.index_add(0, torch.arange(len(x), device=x.device), x.to(target.dtype) if self.cured else x)
+        return target.scatter_add_(0, torch.zeros_like(x, dtype=torch.long), self.fixed(x))
 
 
 class ToNumpy(Layer):
-    remedy = r"NumPy has no bf16: call `\.float\(\)` before `\.numpy\(\)`"
     precisions = ("bf16",)
 
     def faulty(self, x: Tensor) -> Tensor:
@@ -115,23 +115,40 @@ class Product(torch.autograd.Function):
         return gradient.mm(weight.t()), x.t().mm(gradient)
 
 
-class CuredProduct(Product):
-    forward = staticmethod(torch.amp.custom_fwd(Product.forward, device_type=DEVICE, cast_inputs=torch.float32))
-    backward = staticmethod(torch.amp.custom_bwd(Product.backward, device_type=DEVICE))
+class WithSetup(Product):
+    """Has the newer form, in which `torch.amp.custom_fwd` cannot be used."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.mm(weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
 
 class OwnFunction(Layer):
-    where = "`Product.backward`, a `torch.autograd.Function`"
-    remedy = (
-        rf"decorate `Product\.forward` with `torch\.amp\.custom_fwd\(device_type='{DEVICE}', cast_inputs="
-        rf"torch\.float32\)` and `Product\.backward` with `torch\.amp\.custom_bwd\(device_type='{DEVICE}'\)`"
-    )
+    kind: Any = Product
+
+    @property
+    def where(self) -> str:
+        return f"the backward of `{self.kind.__name__}`"
+
+    @property
+    def remedy(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return rf"in fp32: `lightning_amp\.precision\.fp32_region\({self.kind.__name__}\.apply\)\(\.\.\.\)`"
 
     def faulty(self, x: Tensor) -> Tensor:
-        return (CuredProduct if self.cured else Product).apply(x, self.weight)  # pyright: ignore
+        return (fp32_region(self.kind.apply) if self.cured else self.kind.apply)(x, self.weight)
 
 
-FAULTS = [Constant, Products, Einsum, Convolution, Put, Scatter, IndexAdd, ToNumpy, OwnFunction]
+class OwnFunctionWithSetup(OwnFunction):
+    kind = WithSetup
+
+
+FAULTS: list[type[Layer]] = [
+    *(Constant, Products, Convolution, CrossProduct, InPlace, Put, Scatter, ToNumpy, OwnFunction, OwnFunctionWithSetup)
+]
 CASES = [(f, p) for f in FAULTS for p in getattr(f, "precisions", ("fp16", "bf16"))]
 
 
@@ -147,12 +164,13 @@ def failed(layer: nn.Module, precision: str, **kwargs: Any) -> BaseException:
 
 @pytest.mark.parametrize(("fault", "precision"), CASES)
 def test_an_error_says_where_and_what_to_write(fault: Any, precision: str) -> None:
-    error = failed(fault(False), precision)
+    layer = fault(False)
+    error = failed(layer, precision)
     (note,) = error.__notes__
-    where = getattr(fault, "where", f"`net.1` ({fault.__name__})")
-    assert note.startswith(f"lightning_amp: raised under {precision} autocast in {where}, test_error_notes.py:")
-    with pytest.raises(AssertionError, match=fault.remedy):
-        raise AssertionError(note)
+    where = getattr(layer, "where", f"`net.1` ({fault.__name__})")
+    assert note.startswith(f"lightning_amp: raised in {where}, test_error_notes.py:")
+    assert re.search(layer.remedy, note)
+    assert "autocast is off" not in note
     assert any(entry.filename == __file__ for entry in traceback.extract_tb(error.__traceback__))
 
 
@@ -192,23 +210,64 @@ def test_in_manual_optimization_and_in_the_step_itself_it_is_said_once() -> None
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             return self.net(batch).masked_fill(batch.sum(1, keepdim=True) > 9, -1e9).float().sum()
 
-    for make, where in ((Manual, "`Product.backward`, a"), (Step, "`training_step`, test_error_notes.py")):
+    for make, where in ((Manual, "the backward of `Product`"), (Step, "`training_step`, test_error_notes.py")):
         with pytest.raises(RuntimeError) as caught:
             fit(make, AmpPrecision("fp16"), batches(2))
         (note,) = caught.value.__notes__
-        assert f"autocast in {where}" in note
+        assert f"raised in {where}" in note
 
 
-class OwnHalf(Layer):
-    """Has half precision of its own, so it fails in fp32 as well."""
+# -- float64 batches ---------------------------------------------------------------------------------------------------
 
-    def __init__(self) -> None:
-        super().__init__(False)
-        self.register_buffer("table", torch.ones(8, 8, dtype=torch.float16))
 
-    def faulty(self, x: Tensor) -> Tensor:
-        with OFF:
-            return x.float() @ self.table
+class Rows(Toy):
+    """Reads `batch["x"][0]`; the rows also have an index, and a time in float64 that no layer reads."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch["x"][0])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch["x"][0])
+
+
+def rows(dtype: torch.dtype) -> DataLoader[Any]:
+    data: Any = [
+        {"x": (torch.randn(8, dtype=dtype),), "t": torch.tensor(1.7e9 + i, dtype=torch.float64)} for i in range(4)
+    ]
+    return DataLoader(data, batch_size=2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_an_operation_that_refuses_float64(precision: str) -> None:
+    for run in ("fit", "validate"):
+        trainer = quiet_trainer(plugins=[AmpPrecision(precision)])
+        with pytest.raises(RuntimeError, match="same dtype") as caught:
+            getattr(trainer, run)(Rows(), rows(torch.float64), *([rows(torch.float32)] if run == "fit" else []))
+        (note,) = caught.value.__notes__
+        assert "`batch['x'][0]`, `batch['t']` are float64, and the module is float32" in note
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_in_fabric(precision: str) -> None:
+    fabric = L.Fabric(accelerator=DEVICE, devices=1, plugins=[FabricAmpPrecision(precision)])
+    model: Any = fabric.setup(module(nn.Identity()).net)
+    with pytest.raises(RuntimeError, match="same dtype") as caught:
+        model(torch.ones(2, 8, dtype=torch.float64, device=DEVICE))
+    assert "`input` is float64, and the module is float32" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_float64_entries_stay_as_they_are(precision: str) -> None:
+    """In float32 the times of this batch, one second apart, would be one value."""
+    times: list[Tensor] = []
+
+    class Looks(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            times.append(batch["t"].cpu())
+            return self.loss(batch["x"][0])
+
+    fit(Looks, AmpPrecision(precision), rows(torch.float32))
+    assert torch.equal(torch.cat(times).diff(), torch.ones(3, dtype=torch.float64))
 
 
 class Shapes(Layer):
@@ -223,7 +282,7 @@ class Double(Layer):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("layer", [OwnHalf, lambda: Shapes(False), lambda: Double(False)])
+@pytest.mark.parametrize("layer", [lambda: Shapes(False), lambda: Double(False)])
 def test_other_errors_have_no_note(layer: Any, precision: str) -> None:
     assert not hasattr(failed(layer(), precision), "__notes__")
 

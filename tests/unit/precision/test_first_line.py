@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, Toy, assert_same, batches, fit, quiet_trainer
+from support import DEVICE, Toy, assert_same, batches, fit, quiet_trainer, stock
 from torch import Tensor, nn
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
+from lightning_amp import AmpPrecision, DynamicLossScaler, FabricAmpPrecision, ScaleMonitor
 from lightning_amp.casting import Choice
 
 
@@ -87,33 +87,6 @@ def test_the_same_plugin_on_another_machine(
             assert plugin.scaler.get_scale() == 2.0**14
 
 
-@pytest.mark.parametrize("began_in", ["fp16", "bf16", "fp32"])
-def test_a_run_stays_in_the_precision_of_its_checkpoint_on_other_machines(
-    began_in: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    elsewhere = "fp32" if began_in == "bf16" else "bf16"
-    for epochs, name in enumerate((began_in, elsewhere, "fp32", began_in), start=1):
-        machine(monkeypatch, name)
-        trainers: list[Any] = []
-        lines: list[str] = []
-        for precision in (began_in, "auto"):
-            path = tmp_path / f"{precision}.ckpt"
-            plugin = AmpPrecision(precision, scaler=scaler() if began_in == "fp16" else None)
-            said(caplog)
-            trainers.append(fit(Toy, plugin, max_epochs=epochs, ckpt_path=path if epochs > 1 else None))
-            trainers[-1].save_checkpoint(path)
-            lines = said(caplog)
-            assert plugin.last_step is not None
-            assert plugin.last_step.precision == began_in
-        assert_same(*trainers)
-        assert len(lines) == (1 if name == began_in else 2)
-        if name != began_in:
-            here = f"'auto' is '{name}' here"
-            assert f"{here} (the machine likes {name}), unless the checkpoint says otherwise" in lines[0]
-            assert f"goes on in '{began_in}', although {here}" in lines[1]
-            assert "unused" not in lines[0]
-
-
 class Heads(Toy):
     def __init__(self) -> None:
         super().__init__(net=nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)))
@@ -134,12 +107,12 @@ class Heads(Toy):
         (
             "fp16",
             {"scaler": torch.amp.GradScaler(DEVICE, init_scale=2.0**11), "fp32_modules": ["net.0"]},
-            "loss scale 2**11 (GradScaler), 1 module in fp32; non-finite steps are skipped",
+            "loss scale 2**11 (dynamic), 1 module in fp32; non-finite steps are skipped",
         ),
         (
             "fp16",
             {"scaler": torch.amp.GradScaler(DEVICE, enabled=False), "skip_nonfinite": False},
-            "no loss scale (GradScaler, disabled); non-finite steps are taken",
+            "no loss scale (the scaler is disabled); non-finite steps are taken",
         ),
         ("bf16", {"eval_precision": "fp32"}, "evaluation in fp32; non-finite steps are skipped"),
         ("fp32", {"skip_nonfinite": False}, "no autocast; non-finite steps are taken"),
@@ -156,11 +129,47 @@ def test_one_line_says_what_is_on(
     assert said(caplog) == []
 
 
-def test_a_resumed_run_does_not_claim_a_scale(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    fit(Toy, AmpPrecision("fp16")).save_checkpoint(tmp_path / "a.ckpt")
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ("fp16", "fp16", "lightning_amp: resumed: the loss scale is 2**12."),
+        (
+            "bf16",
+            "fp16",
+            "lightning_amp: resumed: the checkpoint was written in 'bf16', and training goes on in 'fp16'; the loss"
+            " scale is 2**16, since the checkpoint has none.",
+        ),
+        (
+            "fp16",
+            "fp32",
+            "lightning_amp: resumed: the checkpoint was written in 'fp16', and training goes on in 'fp32'.",
+        ),
+        ("stock", "fp16", "lightning_amp: resumed: the loss scale is 1024."),
+        ("bf16", "bf16", None),
+    ],
+)
+@pytest.mark.parametrize("fabric", [False, True])
+def test_a_resumed_run_says_what_it_has(
+    before: str, now: str, expected: str | None, fabric: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """The checkpoint is loaded after the first line, which then does not state a scale."""
+    first: Any = stock("fp16", init_scale=2.0**10) if before == "stock" else AmpPrecision(before)
+    if before == "fp16":
+        first = AmpPrecision(before, scaler=DynamicLossScaler(2.0**12))
+    trainer = fit(Toy, first)
     said(caplog)
-    fit(Toy, AmpPrecision("fp16"), max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
-    assert ", loss scale from the checkpoint (dynamic);" in said(caplog)[0]
+    if fabric:
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
+        FabricAmpPrecision(now).load_state_dict(saved.get("AmpPrecision") or saved["MixedPrecision"])
+        lines = said(caplog)
+    else:
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        fit(Toy, AmpPrecision(now), max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
+        line, *lines = said(caplog)
+        assert ("loss scale (dynamic)" in line) == (now == "fp16")
+        assert "2**" not in line
+    assert lines == ([] if expected is None else [expected])
 
 
 def test_auto_says_so_in_evaluation_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -137,14 +137,6 @@ def real(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.cpu
 @pytest.mark.usefixtures("real")
-def test_a_recipe_of_ones_own_may_need_whole_tiles() -> None:
-    Float8LinearConfig = float8().Float8LinearConfig
-    with pytest.warns(UserWarning, match=r"with `pad_inner_dim=False` a batch whose rows .* Set it to `True`"):
-        fit(net(), AmpPrecision("fp8", fp8_recipe=Float8LinearConfig()), batches(1, size=16))
-
-
-@pytest.mark.cpu
-@pytest.mark.usefixtures("real")
 def test_names_take_a_batch_of_any_size(caplog: pytest.LogCaptureFixture) -> None:
     """Torch 2.11 has one kernel for the CPU."""
     with caplog.at_level(logging.INFO):
@@ -163,16 +155,6 @@ def test_cuda_without_a_compiler_is_warned_about() -> None:
         _fp8._warn_without_compiler(module, "rowwise", cuda)
 
 
-@pytest.mark.filterwarnings(EMULATED)
-def test_layers_that_never_run_are_named_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    module = net()
-    module.aside = nn.Linear(32, 32)
-    module.net, module.end = module.net, nn.Linear(32, 1)
-    with caplog.at_level(logging.INFO):
-        fit(module, plugin(), batches(1))
-    assert "`aside` could multiply in fp8, but the `forward` there has not run in a training step" in caplog.text
-
-
 @pytest.mark.filterwarnings(EMULATED, "ignore:The model layers do not require gradients", "ignore:.*in eval mode")
 def test_a_backbone_that_is_unfrozen_later_is_in_fp8_from_then_on() -> None:
     class Unfreeze(BaseFinetuning):
@@ -188,6 +170,6 @@ def test_a_backbone_that_is_unfrozen_later_is_in_fp8_from_then_on() -> None:
     trainer = fit(module, amp, batches(2), max_epochs=2, callbacks=[Unfreeze(), monitor])
     assert trainer.global_step == 4
     assert amp.fp8_layers["net.4"] == "frozen; it runs in fp8 once it is unfrozen"
-    assert monitor.table[-1].fp8_underflow_fraction is not None
+    assert next(row for row in monitor.table.last if row.name == "net.4").sqnr_db < 38
     with pytest.raises(ValueError, match="(?s)none of the 6 linear layers qualifies.*frozen"):
         fit(Toy(lambda p: torch.optim.SGD([*p][-2:], 0.01), Deep().requires_grad_(False)), plugin())

@@ -11,7 +11,6 @@ import pytest
 import torch
 from support import FEATURES, Toy, batches, quiet_trainer
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_amp import AmpPrecision
 from lightning_amp.precision import fp32_region
@@ -80,10 +79,8 @@ def idle(
 def test_a_module_that_never_runs_is_named(precision: str) -> None:
     said, _ = idle(UsesParts(), ["vae", "head", "net"], precision=precision)
     (text,) = said
-    assert "'vae', 'head'" in text
+    assert "`vae`, `head`:" in text
     assert "`net`" not in text
-    assert "4 training steps" in text
-    assert "'vae.*'" in text  # what to write instead
 
 
 def test_what_it_says_helps() -> None:
@@ -103,30 +100,13 @@ def test_what_it_says_helps() -> None:
     assert set(idle(UsesParts(), ["vae"])[1].lightning_module.vae.dtypes) == {torch.bfloat16}
 
 
-def test_it_is_said_early_and_once() -> None:
-    class When(UsesParts):
-        said_at = -1
-
-        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-            if self.said_at < 0 and any("fp32_modules" in str(w.message) for w in caught):
-                self.said_at = self.global_step
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        module = When()
-        trainer = quiet_trainer(plugins=[AmpPrecision("bf16", fp32_modules=["vae"])], max_epochs=2)
-        trainer.fit(module, batches(150), batches(1))
-    assert module.said_at == 101
-    assert sum("fp32_modules" in str(w.message) for w in caught) == 1
-
-
-@pytest.mark.parametrize(("late_in", "late_from"), [("validation", 0), ("training", 3), ("training", 90)])
+@pytest.mark.parametrize(("late_in", "late_from"), [("validation", 0), ("training", 3), ("training", 9)])
 @pytest.mark.parametrize("num_sanity_val_steps", [0, 2])
 def test_no_false_alarm(late_in: str, late_from: int, num_sanity_val_steps: int) -> None:
     """A module that runs in some batches only, or only in validation, which may come late."""
     module = UsesParts()
     module.late_in, module.late_from = late_in, late_from
-    assert idle(module, ["late"], 110, num_sanity_val_steps=num_sanity_val_steps)[0] == []
+    assert idle(module, ["late"], 10, num_sanity_val_steps=num_sanity_val_steps)[0] == []
 
 
 @pytest.mark.parametrize("rules", [["*"], ["vae*", "net"], ["attention*"]])
@@ -184,26 +164,24 @@ def test_copies_that_run_count() -> None:
     assert idle(Meta(), ["net.0"])[0] == []
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("what", ["module", "function"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_modules_are_seen_to_run(checkpointed: bool) -> None:
+def test_nothing_is_said_of_compiled_code(what: str) -> None:
+    """Equal blocks share a graph, so it is not known which of them ran."""
+
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.runs, self.never = (nn.Linear(FEATURES, FEATURES) for _ in range(3))
-            self.last = nn.Linear(FEATURES, 1)
+            self.runs, self.never, self.last = nn.Linear(FEATURES, FEATURES), nn.Linear(2, 2), nn.Linear(FEATURES, 1)
 
         def forward(self, x: Tensor) -> Tensor:
-            hidden = self.first(x)
-            hidden = checkpoint(self.runs, hidden, use_reentrant=False) if checkpointed else self.runs(hidden)
-            return self.last(nn.functional.linear(hidden, self.never.weight))
+            return self.last(self.runs(x))
 
-    for _ in range(2):
-        torch._dynamo.reset()
-        module = Toy()
-        module.net = torch.compile(Net(), backend="aot_eager", fullgraph=True)  # type: ignore[assignment]
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            texts = idle(module, ["net.runs", "net.never"])[0]
-        (text,) = [text for text in texts if "compiled backward" not in text]  # torch 2.8 has another
-        assert "'net.never'" in text
-        assert "runs'" not in text
+    torch._dynamo.reset()
+    module, net = Toy(), Net()
+    module.net = torch.compile(net, backend="aot_eager", fullgraph=True)  # type: ignore[assignment]
+    if what == "function":
+        module.net = net
+        net.forward = torch.compile(net.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
+    texts = idle(module, ["net.runs", "net.never"])[0]
+    assert [text for text in texts if "compiled backward" not in text] == []  # torch 2.8 has another

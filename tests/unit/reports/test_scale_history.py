@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.scale_runs import fallen_back, scale_run
 from support.tables import scale_records
 
 from lightning_amp.findings import StepRecord
@@ -101,38 +100,20 @@ def test_index_and_repr() -> None:
     assert repr(one).startswith("ScaleHistory(1 record: 0 of 1 steps skipped; scale 1024 ")
 
 
-def test_a_fallback() -> None:
-    history = fallen_back(to=("bf16", "fp32"))
-    assert [(r.index, r.precision) for r in history.fallbacks] == [(6, "bf16"), (16, "fp32")]
-    assert history.summary() == (
-        "8 of 26 steps skipped, 7 in the first 20; scale 8 -> 0.125, bf16 from step 6 on, fp32 from step 16 on"
-    )
-    assert history.before_fallback().summary() == "6 of 6 steps skipped; scale 8 -> 0.125"
-    assert [(r.index, r.precision) for r in history][5:] == [
-        (5, "fp16"), (6, "bf16"), (10, "bf16"), (15, "bf16"), (16, "fp32"), (20, "fp32"), (25, "fp32"),
-    ]  # fmt: skip
-    plain = scale_run("O...")
-    assert plain.before_fallback() is plain
-    assert plain.fallbacks == []
-
-
 def test_precisions_come_back_from_a_file_and_a_checkpoint(tmp_path: Path) -> None:
-    history, again = fallen_back(), ScaleHistory()
+    """The run was resumed in another precision."""
+    history, again = ScaleHistory(), ScaleHistory()
+    history.extend(StepRecord(i, 0, 8.0, 8.0, False, "none", "fp16") for i in range(6))
+    history.extend(StepRecord(i, 0, 1.0, 1.0, False, "none", "bf16") for i in range(6, 16))
+    assert [(r.index, r.precision) for r in history] == [(0, "fp16"), (5, "fp16"), (6, "bf16"), (15, "bf16")]
+    assert history.summary() == "0 of 16 steps skipped; scale 8 -> 1"
     history.to_csv(tmp_path / "history.csv")
     assert (tmp_path / "history.csv").read_text().splitlines()[0].endswith(",reason,precision")
     assert list(ScaleHistory.from_csv(tmp_path / "history.csv")) == list(history)
     again.load_state_dict(history.state_dict())
     assert list(again) == list(history)
     (tmp_path / "history.csv").write_text((tmp_path / "history.csv").read_text().replace("bf16", "bf17"))
-    with pytest.raises(ValueError, match="line 8, is not a row"):
+    with pytest.raises(ValueError, match="line 4, is not a row"):
         ScaleHistory.from_csv(tmp_path / "history.csv")
     with pytest.raises(ValueError, match=r"ScaleHistory.precision` must be a number from 0 to 4"):
-        again.load_state_dict(history.state_dict() | {"precision": torch.full((8,), 5, dtype=torch.int8)})
-
-
-def test_steps_counted_from_0_again_in_another_precision() -> None:
-    """The run was resumed in bf16 from a checkpoint without its records."""
-    history = fallen_back(to=())
-    history.extend([StepRecord(i, 0, 1.0, 1.0, False, "none", "bf16") for i in range(3)])
-    assert history.summary().endswith("scale 8 -> 0.125, bf16 from step 0 on")
-    assert [r.precision for r in history.before_fallback()] == ["fp16"] * 6
+        again.load_state_dict(history.state_dict() | {"precision": torch.full((3,), 5, dtype=torch.int8)})

@@ -9,8 +9,8 @@ import torch
 from support import flags_on_a_device
 from torch import Tensor, nn
 
-from lightning_amp.scaling import HalfGradientsError, has_gradients
-from lightning_amp.scaling._gradients import Gradients, inverse
+from lightning_amp.scaling import HalfGradientsError
+from lightning_amp.scaling._gradients import Gradients, has_gradients, inverse
 
 INF, NAN = float("inf"), float("nan")
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +8,8 @@ import pytest
 import torch
 from support import CountReads
 
-from lightning_amp._compat import _torch
 from lightning_amp.findings import StepRecord
-from lightning_amp.scaling import RecordLog, Skip, StepResult, Subscription, _records
+from lightning_amp.scaling import RecordLog, Skip, StepResult, _log
 
 
 def scalar(value: float) -> torch.Tensor:
@@ -37,12 +34,11 @@ def test_records_are_immutable() -> None:
 
 
 def test_a_subscription_is_closed_once_and_for_all() -> None:
-    everybody = list[Subscription]()
-    one, two = (Subscription(lambda records: None, everybody) for _ in range(2))
-    assert everybody == [one, two]
+    log = RecordLog()
+    one, two = (log.subscribe(lambda records: None) for _ in range(2))
     one.close()
     one.close()
-    assert (everybody, one.is_open, two.is_open) == ([two], False, True)
+    assert (log.subscriptions, one.is_open, two.is_open) == ([two], False, True)
 
 
 def test_reads_back_in_blocks() -> None:
@@ -52,7 +48,7 @@ def test_reads_back_in_blocks() -> None:
     with CountReads() as reads:
         for i in range(9):
             note(log, 0, scalar(8.0), Skip(scalar(float(i == 2))), scalar(1.0))
-            log.close_batch(scalar(4.0))
+            log.close_round(scalar(4.0))
     assert reads.count == 0  # a block is one transfer, not an `.item()` per record
     assert [len(block) for block in blocks] == [4, 4]
     assert (log.num_steps, log.num_skipped) == (7, 1)
@@ -64,20 +60,20 @@ def test_reads_back_in_blocks() -> None:
 
 def test_who_must_act_at_once_hears_of_a_skip_in_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    original = _records.read_scalars
+    original = _log.read_scalars
 
     def counted(values: Sequence[torch.Tensor | bool | None]) -> list[float]:
         read.append(sum(isinstance(value, torch.Tensor) for value in values))
         return original(values)
 
-    monkeypatch.setattr(_records, "read_scalars", counted)
+    monkeypatch.setattr(_log, "read_scalars", counted)
     log, blocks = RecordLog(block=8), list[list[StepRecord]]()
     subscription = log.subscribe(blocks.append, at_once=True)
     for i in range(6):
         read.clear()
         skip = Skip(scalar(float(i == 3))) if i % 2 else Skip.NO
         note(log, 0, scalar(8.0), skip, scalar(1.0))
-        log.close_batch(scalar(4.0))
+        log.close_round(scalar(4.0))
         if i != 3:
             assert sum(read) == i % 2  # one flag, read once; nothing if the host knows it
         assert log.num_attempted == i + 1
@@ -94,7 +90,7 @@ def test_reason_is_the_loss_only_if_the_loss_was_not_finite(loss: float) -> None
     log = RecordLog()
     for value in (loss, 1.0):
         note(log, 1, None, Skip.YES, scalar(value))
-        log.close_batch(None)
+        log.close_round(None)
         log.flush()
         assert log.last.reason == ("gradient" if value == 1.0 else "loss")
     assert log.last == StepRecord(1, 1, 1.0, 1.0, True, "gradient")
@@ -105,10 +101,10 @@ def test_known_skips_stop_at_once() -> None:
     with pytest.raises(FloatingPointError, match=r"3 optimizer steps in a row.*1 with a non-finite loss, 2 with.*`x`"):
         for i in range(4):
             note(log, 0, None, Skip.YES, scalar(float("nan") if i == 1 else 1.0))
-            log.close_batch(None)
+            log.close_round(None)
     assert log.num_skipped == 3
     note(log, 0, None, Skip.NO, None)  # the log can be used again
-    log.close_batch(None)
+    log.close_round(None)
     log.flush()
     assert log.num_steps == 1
 
@@ -117,7 +113,7 @@ def test_skips_on_the_device_stop_one_read_back_later() -> None:
     log = RecordLog(3, block=8)
     for _ in range(7):
         note(log, 0, None, Skip(scalar(1.0)), None)
-        log.close_batch(None)
+        log.close_round(None)
     with pytest.raises(FloatingPointError, match="in a row"):
         log.flush()
 
@@ -126,7 +122,7 @@ def test_a_step_in_between_breaks_the_row() -> None:
     log = RecordLog(3, block=100)
     for i in range(20):
         note(log, 0, None, Skip(scalar(float(i % 3 != 0))), None)
-        log.close_batch(None)
+        log.close_round(None)
     log.flush()
     assert log.streak == ("gradient",)
 
@@ -134,75 +130,27 @@ def test_a_step_in_between_breaks_the_row() -> None:
 def skips(log: RecordLog, count: int, *, known: bool = True, losses: int = 0) -> None:
     for i in range(count):
         note(log, 0, None, Skip.YES if known else Skip(scalar(1.0)), scalar(float("nan") if i < losses else 1.0))
-        log.close_batch(None)
+        log.close_round(None)
 
 
 def test_records_have_the_precision_of_their_step() -> None:
     log, found = RecordLog(), list[StepRecord]()
     log.subscribe(found.extend)
     for precision in ("fp16", "bf16"):
-        log.go_on_in(precision, 64)
+        log.precision = precision
         note(log, 0, None, Skip.NO, None)
-        log.close_batch(None)
+        log.close_round(None)
         log.flush()
     assert [record.precision for record in found] == ["fp16", "bf16"]
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_who_asks_is_told_of_a_stuck_run_at_the_end_of_a_batch(known: bool) -> None:
-    log, told = RecordLog(block=8, describe_skips=lambda: "Parameter `x` is bad"), list[str]()
-    log.go_on_in("fp16", 3, told.append)
-    skips(log, 2, known=known)
-    assert told == []
-    skips(log, 1, known=known)
-    if not known:
-        log.flush()  # `on_stuck` is called at the end of a batch only, and no error is raised
-        assert told == []
-        skips(log, 5, known=known)
-    number = 3 if known else 8
-    assert told == [
-        f"{number} optimizer steps in a row were skipped (the limit is 3), the last at loss scale 1. Reasons: 0 with a"
-        f" non-finite loss, {number} with non-finite gradients under a finite loss. Parameter `x` is bad."
-    ]
-    log.go_on_in("bf16", 4)
-    assert log.streak == ()
-    skips(log, 3, known=known)
-    with pytest.raises(FloatingPointError, match=r"4 optimizer steps in a row .*\(the limit is 4\)"):
-        skips(log, 1) if known else (skips(log, 1, known=False), log.flush())
-
-
-def test_a_good_step_does_not_end_what_was_found() -> None:
-    """One read-back covers a whole block, of which some ranks may have read the first part already."""
-    log, told = RecordLog(block=8), list[str]()
-    log.go_on_in("fp16", 3, told.append)
-    skips(log, 3, known=False)
-    log.flush()
-    for _ in range(5):
-        note(log, 0, None, Skip(scalar(0.0)), None)
-        log.close_batch(None)
-    assert len(told) == 1
-
-
-@pytest.mark.parametrize(("losses", "helps"), [(1, True), (2, True), (3, False)])
-def test_nobody_can_help_against_losses(losses: int, helps: bool) -> None:
-    log, told = RecordLog(), list[str]()
-    log.go_on_in("fp16", 4, told.append)
-    with (
-        contextlib.nullcontext()
-        if helps
-        else pytest.raises(FloatingPointError, match="The loss itself is not finite, which no loss scale can change")
-    ):
-        skips(log, 4, losses=losses)
-    assert len(told) == helps
 
 
 def test_a_smaller_limit_than_a_checkpoint_had_stops_at_the_next_skip() -> None:
     log = RecordLog()
     log.restore(0, 10, ["gradient"] * 10, None)
-    log.go_on_in("fp16", 5)
+    log.limit = 5
     assert len(log.streak) == 10
     note(log, 0, None, Skip.NO, None)
-    log.close_batch(None)
+    log.close_round(None)
     log.flush()
     assert log.streak == ()
     log.restore(0, 10, ["gradient"] * 10, None)
@@ -210,43 +158,41 @@ def test_a_smaller_limit_than_a_checkpoint_had_stops_at_the_next_skip() -> None:
         skips(log, 1)
 
 
-@pytest.mark.parametrize("fallback", [True, False])
-def test_the_error_offers_a_fallback_in_fp16_alone(fallback: bool) -> None:
-    for precision in ("fp16", "bf16"):
-        log = RecordLog(offers_fallback=fallback)
-        log.go_on_in(precision, 2)
-        with pytest.raises(FloatingPointError) as error:
-            for _ in range(2):
-                note(log, 0, scalar(8.0), Skip.YES, scalar(1.0))
-                log.close_batch(scalar(8.0))
-        assert ("`fallback=['bf16']`" in str(error.value)) == (fallback and precision == "fp16")
-
-
 def test_a_step_taken_with_a_bad_loss_is_told_to_who_asks() -> None:
-    for asks, known in itertools.product([True, False], repeat=2):
+    for asks in (True, False):
         log, told, blocks = RecordLog(block=8), list[StepRecord](), list[list[StepRecord]]()
         log.subscribe(blocks.append, at_once=True, on_bad_loss=told.append if asks else None)
         assert log.wants_losses == asks
         for i in range(6):
-            flag = scalar(float(i in (2, 4)))
-            skip = Skip.YES if i == 4 else Skip.NO
-            note(log, 0, None, skip, scalar(1.0), (Skip.on_device(flag) if known else Skip(flag)) if asks else Skip.NO)
-            log.close_batch(None)
+            note(log, 0, None, Skip.YES if i == 4 else Skip.NO, scalar(float("nan") if i in (2, 4) else 1.0))
+            log.close_round(None)
             assert [record.index for record in told] == ([2] if asks and i >= 2 else [])
         assert [(record.skipped, record.reason) for record in told] == ([(False, "none")] if asks else [])
         assert [len(block) for block in blocks] == ([3, 2] if asks else [5])
+
+
+def test_a_skip_that_lowered_the_scale_starts_the_count_again() -> None:
+    log = RecordLog(3)
+    for i in range(12):  # the loss is not finite in every second batch, and gradients overflow in the others
+        note(log, 0, scalar(2.0 ** (20 - i // 2)), Skip.YES, scalar(float("nan") if i % 2 == 0 else 1.0))
+        log.close_round(scalar(2.0 ** (20 - (i + 1) // 2)))
+    log.flush()
+    assert (log.num_skipped, log.num_lost, log.streak) == (12, 6, ())
+    with pytest.raises(FloatingPointError, match="3 optimizer steps in a row"):
+        skips(log, 3)
 
 
 @pytest.mark.parametrize("reason", ["loss", "gradient"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_the_error_claims_no_more_than_is_known(reason: str, precision: Any) -> None:
     log = RecordLog()
-    log.go_on_in(precision, 2)
+    log.precision, log.limit = precision, 2
     with pytest.raises(FloatingPointError) as error:
         skips(log, 2, losses=2 * (reason == "loss"))
     text = str(error.value)
     assert "Attach `OverflowLocator()`" in text
-    assert ("with precision 'fp32' to see" in text) == (precision != "fp32")
+    assert ("with precision 'fp32' to see" in text) == (precision == "bf16")
+    assert ("resume from the last checkpoint" in text) == (precision == "fp16")
     assert "overflow although" not in text
     assert "learning rate" not in text
 
@@ -254,21 +200,11 @@ def test_the_error_claims_no_more_than_is_known(reason: str, precision: Any) -> 
 @pytest.mark.parametrize("cause", ["", "It was the moth."])
 def test_the_error_repeats_a_cause_that_was_found(cause: str) -> None:
     log, asked = RecordLog(), list[int]()
-    log.go_on_in("fp16", 2)
+    log.precision, log.limit = "fp16", 2
     note(log, 0, None, Skip.NO, None)
     log.subscribe(lambda records: None, cause=lambda since: asked.append(since) or cause)
     with pytest.raises(FloatingPointError) as error:
         skips(log, 2)
     assert asked == [1]
-    assert str(error.value).endswith(cause or "to see whether it happens there too.")
+    assert str(error.value).endswith(cause or "`fit(..., ckpt_path=...)`.")
     assert "Attach" not in str(error.value)
-
-
-def test_nothing_is_read_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, blocks = RecordLog(block=2), list[list[StepRecord]]()
-    log.subscribe(blocks.append)
-    for i in range(4):
-        monkeypatch.setattr(_torch, "is_capturing", lambda captured=i in {1, 2}: captured)
-        note(log, 0, scalar(8.0), Skip(scalar(0.0)), scalar(1.0))
-        log.close_batch(scalar(4.0))
-    assert [len(block) for block in blocks] == [4]

@@ -389,16 +389,27 @@ def test_a_raw_step_on_scaled_gradients() -> None:
 @both_ways
 @pytest.mark.parametrize("optimizer", CASES)
 def test_a_raw_backward(optimizer: str) -> None:
-    """Gradients that were never scaled are not divided. Mixed with scaled ones, they are refused."""
-    make = OPTIMIZERS[optimizer]
-    loop, reference = Loop(SCALERS["ours"](), make).run(batches(1)), Loop(False, make).run(batches(1))
-    for each in (loop, reference):
-        each.loss(batches()[1]).backward()
-        each.step()
-        each.optimizer.zero_grad()
-    assert_same(loop.values(), reference.values())
-    loop.backward(loop.loss(batches()[2]))
-    loop.loss(batches()[3]).backward()
-    with pytest.raises(RuntimeError, match="backward"):
-        loop.step()
-    assert_same(loop.values(), reference.values())
+    """Row 53: its gradients do not carry the loss scale. Alone and mixed with scaled ones, they are refused."""
+    for scaled_before in (False, True):
+        loop = Loop(SCALERS["ours"](), OPTIMIZERS[optimizer])
+        if scaled_before:
+            loop.backward(loop.loss(batches()[0]))
+        before = {name: value.clone() for name, value in loop.model.state_dict().items()}
+        loop.loss(batches()[1]).backward()
+        with pytest.raises(RuntimeError, match=r"Call `steps.backward\(loss\)`"):
+            loop.step()
+        assert_same(dict(loop.model.state_dict()), before)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_raw_backward_before_any_other(listed: bool) -> None:
+    layer = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    steps = ScaledSteps(DynamicLossScaler(), [optimizer] if listed else [])
+    if not listed:
+        steps.backward(layer(torch.ones(1, 2)).sum())
+        steps.step(optimizer)
+        optimizer.zero_grad()
+    layer(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"`steps.backward\(loss\)`"):
+        steps.step(optimizer)

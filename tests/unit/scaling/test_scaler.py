@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_amp import DynamicLossScaler
-from lightning_amp._compat import _torch
 
 TRACES = json.loads((Path(__file__).parent / "traces.json").read_text())
 POLICY = {"init_scale": 64.0, "growth_interval": 4, "min_scale": 1.0}
@@ -117,15 +116,15 @@ def test_torchs_scaler_loses_the_half_precision_step() -> None:
 
 
 def test_a_stuck_run_stops() -> None:
+    """Row 51: the scale falls 16 times to its limit; then four skips in a row are the end."""
     scaler = DynamicLossScaler(max_consecutive_skips=4, min_scale=1.0)
+    scales(scaler, [True] * 19)
     with pytest.raises(FloatingPointError, match="4 optimizer steps in a row were skipped.*0 with a non-finite loss"):
-        scales(scaler, [True] * 8)
+        scales(scaler, [True] * 4)
 
 
 def test_a_stuck_run_is_told_of_its_own_scale() -> None:
-    with pytest.raises(FloatingPointError, match="keep a module whose gradients are large in fp32, or use 'bf16'"):
-        scales(DynamicLossScaler(max_consecutive_skips=4), [True] * 4)
-    with pytest.raises(FloatingPointError, match="this scale does not fall: use a smaller static scale"):
+    with pytest.raises(FloatingPointError, match="cannot fall any further: pass a smaller `scaler` or `min_scale`"):
         scales(DynamicLossScaler(1024.0, min_scale=1024.0, max_scale=1024.0, max_consecutive_skips=4), [True] * 4)
 
 
@@ -223,17 +222,3 @@ def test_repr_is_how_it_was_made(scaler: DynamicLossScaler) -> None:
         "DynamicLossScaler(init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000,"
         " hysteresis=1, min_scale=2.0**-14, max_scale=2.0**24, max_consecutive_skips=64)"
     )
-
-
-def test_after_a_capture_the_scale_stays_in_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    scaler = DynamicLossScaler(64.0, growth_interval=1)
-    before = scaler.scale(torch.ones(()))
-    monkeypatch.setattr(_torch, "is_capturing", lambda: True)
-    captured = _torch.scale_tensor(scaler)
-    monkeypatch.undo()
-    address = scaler._scale.data_ptr()
-    scaler.advance(torch.zeros(()))
-    assert (before.item(), captured.item(), scaler.get_scale()) == (64.0, 64.0, 128.0)
-    assert scaler._scale.data_ptr() == address
-    scaler.reset()  # the graph is not replayed any more
-    assert scaler.scale_tensor is scaler.scale_tensor

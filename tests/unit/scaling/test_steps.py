@@ -25,7 +25,7 @@ SCALERS: dict[str, Callable[[], torch.amp.GradScaler | None]] = {
     "dynamic": lambda: DynamicLossScaler(2.0**10, growth_interval=2),
     "hysteresis": lambda: DynamicLossScaler(2.0, growth_interval=1, hysteresis=2, min_scale=0.25),
     "static": lambda: DynamicLossScaler.static(256.0),
-    "torch's": lambda: torch.amp.GradScaler(DEVICE, init_scale=4.0, growth_interval=2),
+    "torch's": lambda: DynamicLossScaler.taking(torch.amp.GradScaler(DEVICE, init_scale=4.0, growth_interval=2)),
 }
 
 
@@ -43,7 +43,7 @@ class Loop:
         self.params = [nn.Parameter(value.to(DEVICE)) for value in values]
         a, b = self.params[:2], self.params[1 if shared else 2 :]
         self.optimizers = [OPTIMIZERS[kind](params) for kind, params in zip(kinds, (a, b), strict=True)]
-        self.log = RecordLog(None)
+        self.log = RecordLog(10_000)
         self.steps = None if scaler is False else OptimizerSteps(scaler, True, self.log, self.optimizers)
         self.batch = 0
         self.found = [False, False]
@@ -58,7 +58,12 @@ class Loop:
         a, shared, b, b64 = self.params
         losses = {"A": ((a * x + shared).tanh() ** 2).sum(), "B": (b * b64.float() + shared * x).sin().sum()}
         loss = losses["A"] + losses["B"] if of == "both" else losses[of]
-        (loss if self.steps is None else self.steps.scale_loss(loss)).backward()
+        if self.steps is None:
+            loss.backward()
+            return
+        scaled = self.steps.scale_loss(loss)
+        with self.steps.scaled_backward():
+            scaled.backward()
 
     def overflow(self, of: str, param: int) -> None:
         self.backward(of)
@@ -80,7 +85,7 @@ class Loop:
     def step(self, i: int) -> None:
         optimizer = self.optimizers[i]
         if self.steps is not None:
-            self.steps.step(optimizer, lambda: None, lambda: None, StepPlan(fold=True), closure_runs_backward=False)
+            self.steps.step(optimizer, lambda: None, lambda: None, StepPlan(fold=True, in_closure=False))
         elif not self.found[i] and all(gradient.isfinite().all() for gradient in self.gradients(i)):
             optimizer.step()
         self.found[i] = False
@@ -90,7 +95,7 @@ class Loop:
 
     def end(self) -> None:
         if self.steps is not None:
-            self.steps.finish_batch()
+            self.steps.end_round()
 
     def run(self, operations: list[tuple[Any, ...]]) -> list[Tensor | None]:
         for name, *arguments in operations:

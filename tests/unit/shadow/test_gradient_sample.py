@@ -52,11 +52,9 @@ def test_values_against_the_gradient_of_a_hand_written_step() -> None:
         assert row.underflow_fraction == pytest.approx(float(((half == 0) & (gradient != 0)).float().mean()))
         assert 40 < row.sqnr_db < 100
         assert row.cosine == pytest.approx(1, abs=1e-4)
-        assert monitor.histograms[name].counts.sum() == row.num_values
     total = rows["(all)"]
     assert total.num_values == sum(g.count_nonzero() for g in found.values())
     assert total.largest >= max(row.largest for row in rows.values())
-    assert monitor.histograms["(all)"].counts.sum() == total.num_values
 
 
 def test_in_fp32_both_sides_are_equal() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import FEATURES, WithoutAutocast, fit
+from support import FEATURES, CountReads, WithoutAutocast, fit
 from support.promises import OPTIMIZERS
 from torch import Tensor, nn
 
@@ -23,10 +23,14 @@ class Loop:
     """The events of a training loop that concern buffers. A batch is one number."""
 
     def __init__(self) -> None:
-        self.module = nn.Sequential(nn.BatchNorm1d(2, momentum=0.5))
+        self.module = nn.Sequential(nn.BatchNorm1d(2, momentum=0.5), nn.Linear(2, 1))
         self.module.register_buffer("queue", torch.zeros(2))
+        self.optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in self.module]
         named = matching_places(self.module, ["queue"])
-        self.kinds = [KeptBuffers(norm_places(self.module), counted=True), KeptBuffers(named, counted=False)]
+        self.kinds = [
+            KeptBuffers(self.module, norm_places(self.module), counted=True),
+            KeptBuffers(self.module, named, counted=False),
+        ]
 
     def batch(self, value: float, *, backward: bool = True) -> None:
         for kept in self.kinds:
@@ -54,10 +58,10 @@ class Loop:
         self.module(torch.full((4, 2), value))
         self.module.queue = self.module.queue + value
 
-    def step(self, skip: Skip | bool = False, loss: float = 1.0, inside_step: bool = False) -> None:
+    def step(self, skip: Skip | bool = False, loss: float = 1.0, *, manual: bool = False, of: int = 0) -> None:
         skip = skip if isinstance(skip, Skip) else Skip.YES if skip else Skip.NO
         for kept in self.kinds:
-            kept.observe(StepResult(skip, torch.tensor(loss)), inside_step)
+            kept.observe(self.optimizers[of], StepResult(skip, torch.tensor(loss)), manual=manual)
 
     @property
     def seen(self) -> list[float]:
@@ -96,24 +100,26 @@ def test_all_batches_of_an_accumulation_are_dropped_with_its_step(loop: Loop) ->
     assert loop.seen == [2.0, 4.0, 1.0]
 
 
-def test_a_second_optimizer_of_the_same_forward_takes_it_back_too(loop: Loop) -> None:
-    """In backward, backward, step, step the first step is applied and the second skipped."""
+@pytest.mark.parametrize("where", [0, 1], ids=["on the host", "on a device"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_optimizers_of_the_same_forward(loop: Loop, skipped: int, order: tuple[int, int], where: int) -> None:
+    """The layer is the first optimizer's; the queue belongs to both."""
     loop.batch(4.0)
     loop.step()
     loop.batch(8.0)
-    loop.step(skip=False, inside_step=True)
-    loop.step(skip=True, inside_step=True)
-    assert loop.seen[0] == 2.0
-    assert loop.seen[2] == 1.0
+    for index in order:
+        loop.step(FLAGS[index == skipped][where], of=index, manual=True)
+    assert loop.seen == ([2.0, 4.0, 1.0] if skipped == 0 else [5.0, 4.0, 2.0])
 
 
 def test_a_forward_between_two_steps_belongs_to_the_second(loop: Loop) -> None:
     loop.batch(4.0)
-    loop.step(inside_step=True)
+    loop.step(manual=True)
     before = loop.seen
     loop.forward(8.0)
     loop.backward()
-    loop.step(skip=True, inside_step=True)
+    loop.step(skip=True, manual=True)
     assert loop.seen == before == [2.0, 4.0, 1.0]
 
 
@@ -163,10 +169,45 @@ def test_after_a_step_there_is_nothing_to_mend(loop: Loop) -> None:
     assert state["0.running_mean"].isnan().all()
 
 
-def test_without_buffers_there_is_nothing_to_do() -> None:
-    for module in (nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)):
-        assert not KeptBuffers(norm_places(module), counted=True)
-    assert KeptBuffers(norm_places(nn.BatchNorm1d(2)), counted=True)
+def test_whole_numbers_and_buffers_that_are_none() -> None:
+    module = nn.Linear(2, 1)
+    module.register_buffer("count", torch.tensor(7))
+    module.register_buffer("later", None)
+    kept = KeptBuffers(module, matching_places(module, ["*"]), counted=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for skip in Skip.YES, Skip(torch.tensor(1.0)):
+        kept.enter_step()
+        module.count += 1
+        module.later = torch.ones(1)
+        kept.settle()  # whole numbers say nothing of a non-finite batch
+        assert module.count == 8
+        kept.enter_step()
+        module.later = torch.full((1,), NAN)
+        kept.note_backward()
+        kept.observe(optimizer, StepResult(skip), manual=False)
+        assert (module.count, module.later) == (8, torch.ones(1))
+        module.count -= 1
+        module.later = None
+
+
+@pytest.mark.parametrize(("replaced", "reads"), [(False, 0), (True, 1)])
+def test_it_waits_only_where_a_tensor_was_replaced(replaced: bool, reads: int) -> None:
+    module = nn.Linear(2, 1)
+    module.register_buffer("queue", queue := torch.zeros(2))
+    kept = KeptBuffers(module, matching_places(module, ["queue"]), counted=False)
+    kept.enter_step()
+    mine = torch.ones(3)
+    if replaced:
+        module.queue = mine
+    else:
+        module.queue += 1
+    kept.note_backward()
+    with CountReads() as counted:
+        kept.observe(torch.optim.SGD(module.parameters(), lr=0.1), StepResult(Skip(torch.tensor(1.0))), manual=False)
+    assert counted.count == reads
+    assert module.queue is queue
+    assert queue.tolist() == [0.0, 0.0]
+    assert mine.tolist() == [1.0] * 3  # the other tensor is not written into
 
 
 def test_what_a_step_without_a_backward_replaced_is_not_what_the_next_one_goes_back_to(loop: Loop) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from support import Toy, quiet_trainer
 from support.averages import WeightAveraging, needs_averages
@@ -45,10 +48,9 @@ class Fit:
 
     def batch(self, skip: Skip, loss: float = 1.0, value: float = 4.0) -> tuple[float, float, float, bool]:
         """Return rate, running mean and queue after the step, and whether the average updates."""
-        self.protection.enter_step(manual=False)
+        self.protection.enter_step()
         self.module.net(torch.full((4, 2), value))
         self.module.queue += value
-        self.protection.leave_step()
         self.protection.note_backward()
         self.protection.before_step(self.optimizer)
         self.protection.observe(self.optimizer, StepResult(skip, torch.tensor(loss)))
@@ -96,7 +98,8 @@ def test_schedules_that_come_during_a_fit_are_held_from_the_next_step_on() -> No
 def test_in_manual_optimization_a_forward_may_follow_a_step(manual: bool, expected: float) -> None:
     """In manual optimization a later forward of the same training step has its own copy; in automatic there is none."""
     fit = Fit()
-    fit.protection.enter_step(manual)
+    fit.module.automatic_optimization = not manual
+    fit.protection.enter_step()
     fit.module.net(torch.full((4, 2), 4.0))
     fit.protection.note_backward()
     fit.protection.observe(fit.optimizer, StepResult(Skip.NO, None))
@@ -108,16 +111,15 @@ def test_in_manual_optimization_a_forward_may_follow_a_step(manual: bool, expect
 
 def test_what_nobody_will_decide_is_settled_before_somebody_looks() -> None:
     fit = Fit()
-    fit.protection.enter_step(manual=False)
+    fit.protection.enter_step()
     fit.module.net(torch.full((4, 2), float("nan")))
-    fit.protection.leave_step()
     fit.protection.settle()
     assert fit.module.mean == 0.0
 
 
 def test_a_checkpoint_is_mended() -> None:
     fit = Fit()
-    fit.protection.enter_step(manual=False)
+    fit.protection.enter_step()
     fit.module.net(torch.full((4, 2), float("nan")))
     fit.protection.note_backward()
     state = dict(fit.module.state_dict())
@@ -131,3 +133,49 @@ def test_afterwards_the_users_objects_are_as_they_were() -> None:
     fit.protection.detach()
     assert (type(fit.scheduler), type(fit.average)) == (ExponentialLR, WeightAveraging)
     assert fit.average.should_update(step_idx=0)
+
+
+# -- averages ----------------------------------------------------------------------------------------------------------
+
+
+class EveryEpochToo(WeightAveraging):
+    """A user's averaging callback, which returns the arguments of `should_update`."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> Any:
+        return ("step", step_idx) if step_idx is not None else ("epoch", epoch_idx)
+
+
+@needs_averages
+def test_an_average_is_updated_after_applied_steps_and_at_the_end_of_an_epoch() -> None:
+    fit = Fit(Toy(), average := EveryEpochToo(), other := StochasticWeightAveraging(swa_lrs=0.1))
+    assert average.should_update(step_idx=0) is False  # no step so far: the last one of a resumed run was skipped
+    for skips, expected in ([Skip.NO], True), ([Skip.YES], False), ([Skip.YES], False), ([Skip.NO, Skip.YES], True):
+        for skip in skips:
+            fit.protection.observe(fit.optimizer, StepResult(skip))
+        assert average.should_update(epoch_idx=3) == ("epoch", 3) or expected
+        assert average.should_update(step_idx=1) == (("step", 1) if expected else False)
+    assert type(other) is StochasticWeightAveraging
+
+
+@needs_averages
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_copies_are_plain(how: Any) -> None:
+    Fit(Toy(), average := EveryEpochToo())
+    copied = how(average)
+    assert type(copied) is EveryEpochToo
+    assert copied.should_update(step_idx=0) == ("step", 0)
+    assert average.should_update(step_idx=0) is False
+
+
+@needs_averages
+def test_callbacks_may_come_and_go() -> None:
+    """`LearningRateFinder` replaces all callbacks for a while."""
+    fit = Fit()
+    trainer, callbacks = fit.module.trainer, fit.module.trainer.callbacks
+    trainer.callbacks = []
+    fit.protection.enter_step()
+    assert type(fit.average) is WeightAveraging
+    assert not fit.protection.host_must_know(fit.optimizer)
+    trainer.callbacks = callbacks
+    fit.protection.enter_step()
+    assert fit.average.should_update(step_idx=0) is False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_amp.tracing import RandomState, full_precision, paired_random
+from lightning_amp.tracing import full_precision, paired_random
 
 
 def test_random_generators_are_paired() -> None:
@@ -86,41 +85,3 @@ def test_reduced_precision_is_off_and_restored(setting: str) -> None:
     if setting == "all tf32":  # inherited values are inherited again
         backends.fp32_precision = "ieee"
         assert precisions()["matmul"] == "ieee"
-
-
-def test_a_packed_state_loads_without_code_and_draws_the_same(tmp_path: Path) -> None:
-    state = RandomState.capture("cpu")
-    drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
-    torch.save(state.pack(), tmp_path / "state.pt")
-    packed = torch.load(tmp_path / "state.pt", weights_only=True)
-    with paired_random("cpu", RandomState.unpack(packed, "cpu")):
-        assert drawn == (random.random(), float(np.random.rand()), float(torch.rand(())))
-
-
-class Backend:
-    """Pretend that there are two devices."""
-
-    def __init__(self) -> None:
-        self.states = [torch.tensor([1]), torch.tensor([2])]
-
-    def device_count(self) -> int:
-        return len(self.states)
-
-    def get_rng_state_all(self) -> list[torch.Tensor]:
-        return list(self.states)
-
-    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
-        self.states = states
-
-
-@pytest.mark.parametrize(("saved", "expected"), [([5], [5, 5]), ([5, 6], [5, 6]), ([5, 6, 7], [5, 6]), (None, [1, 2])])
-def test_a_state_of_more_or_fewer_devices_fits(
-    saved: list[int] | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = Backend()
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: backend)
-    states = None if saved is None else [torch.tensor([value]) for value in saved]
-    packed = RandomState.capture("cpu")._replace(accelerator=states).pack()
-    with paired_random("cuda", RandomState.unpack(packed, "cuda")):
-        assert [int(state) for state in backend.states] == expected
-    assert [int(state) for state in backend.states] == [1, 2]

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 
-from lightning_amp._compat import _collectives
 from lightning_amp.numerics import fidelity
-from lightning_amp.tracing import Key, OperationWatch
+from lightning_amp.tracing import Key, OperationWatch, _operation_watch
 
 BOUNDARY = "nobody.py"
 
@@ -249,7 +248,7 @@ def test_where_a_result_beside_its_reference_is_not_finite() -> None:
 def test_a_collective_operation_takes_what_arrives_from_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It returns before these values have arrived."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(_collectives, "arrived", lambda result: result.fill_(torch.nan))
+    monkeypatch.setattr(_operation_watch, "_arrived", lambda result: result.fill_(torch.nan))
     try:
         group = torch.distributed.group.WORLD
         watch = watched(lambda: all_reduce(torch.ones(4), "sum", group) + 1)

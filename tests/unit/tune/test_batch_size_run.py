@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 from zoo.compared import Sea, Waves, here
 
-from lightning_amp.compare import ArmRun, ArmSpec
+from lightning_amp.compare import Run, Spec
 from lightning_amp.tune import _batch_size_run
 from lightning_amp.tune._batch_size_run import (
     Facts,
@@ -62,7 +62,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def short(folder: Path, module: Any = Plain, data: Any = Ocean, size: int | None = None, **kwargs: Any) -> Any:
-    arm = ArmSpec("fp32", {"precision": "fp32"})
+    arm = Spec("fp32", {"precision": "fp32"})
     return run_once(arm, (module, data), size, {"accelerator": "cpu", **kwargs}, folder, lambda *_: None)
 
 
@@ -303,16 +303,16 @@ def test_no_place(kind: Any) -> None:
     ],
 )
 def test_out_of_memory(error: str | None, expected: bool) -> None:
-    assert is_out_of_memory(ArmRun("x", 0, error=error)) is expected
+    assert is_out_of_memory(Run("x", 0, error=error)) is expected
 
 
 def test_memory_and_speed() -> None:
-    run = ArmRun("x", 0, peak_memory_bytes=2**29, samples_per_s=(9.0, 10.0, 50.0), step_s=(2.0, 4.0, 4.0))
+    run = Run("x", 0, peak_memory_bytes=2**29, samples_per_s=(9.0, 10.0, 50.0), step_s=(2.0, 4.0, 4.0))
     assert measurement(run, Facts(rows=8), 8) == (8, 0.5, 10.0)
     assert measurement(run, Facts(rows=5), 8) == (8, 0.5, 2.0)  # the loader has another size
     assert measurement(run, Facts(rows=8, process_gib=0.6), 8).peak_gib == 0.5
     assert measurement(run, Facts(rows=8, process_gib=2.125), 8).peak_gib == pytest.approx(2.0)
-    assert measurement(ArmRun("x", 0, error="no"), Facts(), 8).peak_gib == math.inf
+    assert measurement(Run("x", 0, error="no"), Facts(), 8).peak_gib == math.inf
 
 
 LOG = f"""\
@@ -329,6 +329,6 @@ lines.
 
 
 def test_an_error_names_the_last_line_of_the_user() -> None:
-    found = why_failed(ArmRun("x", 0, error="ValueError: two\nlines.", log=LOG))
+    found = why_failed(Run("x", 0, error="ValueError: two\nlines.", log=LOG))
     assert found == "ValueError: two lines (/home/me/my helpers.py, line 12, in helper)"
-    assert why_failed(ArmRun("x", 0, error="its process was killed", log="")) == "its process was killed"
+    assert why_failed(Run("x", 0, error="its process was killed", log="")) == "its process was killed"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_amp.compare import ArmRun, ArmSpec, Progress
+from lightning_amp.compare import Progress, Run, Spec
 from lightning_amp.tune import BatchSizeResult
 from lightning_amp.tune._batch_size_run import Facts
 from lightning_amp.tune._find_batch_size import LimitTooLowError, RunFailedError, Search
@@ -25,16 +25,16 @@ class MadeUp:
         self.memory, self.facts = memory, facts
         self.sizes: list[int | None] = []
 
-    def __call__(self, arm: ArmSpec, size: int | None) -> tuple[ArmRun, Facts]:
+    def __call__(self, arm: Spec, size: int | None) -> tuple[Run, Facts]:
         self.sizes.append(size)
         rows = size or self.facts.own_size
         return self.outcome(rows), self.noted(rows)
 
-    def outcome(self, rows: int) -> ArmRun:
+    def outcome(self, rows: int) -> Run:
         peak = self.memory(min(rows, self.facts.num_rows or rows))
         if math.isinf(peak):
-            return ArmRun("fp32", 0, error="OutOfMemoryError: CUDA out of memory.")
-        return ArmRun("fp32", 0, peak_memory_bytes=int(peak * GIB), step_s=(0.5,), samples_per_s=(2.0 * rows,))
+            return Run("fp32", 0, error="OutOfMemoryError: CUDA out of memory.")
+        return Run("fp32", 0, peak_memory_bytes=int(peak * GIB), step_s=(0.5,), samples_per_s=(2.0 * rows,))
 
     def noted(self, rows: int) -> Facts:
         return replace(self.facts, own_size=rows, rows=rows)
@@ -44,7 +44,7 @@ def linear(rows: int) -> float:
     return 0.2 + 0.001 * rows
 
 
-ARM = ArmSpec("fp32", {"precision": "fp32"})
+ARM = Spec("fp32", {"precision": "fp32"})
 
 
 def search(runs: Any, limit: float | None = 1.0) -> BatchSizeResult:
@@ -139,8 +139,8 @@ def test_nothing_fits() -> None:
 
 def test_a_single_row_that_a_module_does_not_take() -> None:
     class Norm(MadeUp):
-        def outcome(self, rows: int) -> ArmRun:
-            one = ArmRun("fp32", 0, error="ValueError: Expected more than 1 value per channel when training")
+        def outcome(self, rows: int) -> Run:
+            one = Run("fp32", 0, error="ValueError: Expected more than 1 value per channel when training")
             return one if rows == 1 else super().outcome(rows)
 
     with pytest.raises(LimitTooLowError, match=r"a batch of \d+ holds 2 GiB.*A batch of 1 failed: ValueError"):
@@ -182,9 +182,9 @@ def test_what_the_process_refused() -> None:
 
 def test_an_error_of_the_module() -> None:
     class Broken(MadeUp):
-        def outcome(self, rows: int) -> ArmRun:
+        def outcome(self, rows: int) -> Run:
             log = 'Traceback\n  File "/home/me/net.py", line 12, in training_step\n    x\nKeyError: 1'
-            return ArmRun("fp32", 0, error="KeyError: 1", log=log)
+            return Run("fp32", 0, error="KeyError: 1", log=log)
 
     message = r"^Training in fp32 failed at batch size 32: KeyError: 1 \(/home/me/net.py, line 12, in training_step\).$"
     with pytest.raises(RunFailedError, match=message):
@@ -192,8 +192,8 @@ def test_an_error_of_the_module() -> None:
 
 
 def test_killed_before_anything_is_known() -> None:
-    def killed(*_: Any) -> tuple[ArmRun, Facts]:
-        return ArmRun("fp32", 0, error="its process was killed by SIGKILL", killed_by="SIGKILL"), Facts()
+    def killed(*_: Any) -> tuple[Run, Facts]:
+        return Run("fp32", 0, error="its process was killed by SIGKILL", killed_by="SIGKILL"), Facts()
 
     with pytest.raises(RunFailedError, match=r"^Training in fp32 failed: its process was killed by SIGKILL"):
         search(killed)

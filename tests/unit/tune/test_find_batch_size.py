@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import lightning as L
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo.compared import here
 
 import lightning_amp
-from lightning_amp.compare import ArmRun, ArmSpec, Task
+from lightning_amp.compare import Run, Spec
 from lightning_amp.tune import BatchSizes, _batch_size_run
 
 pytestmark = [
@@ -75,10 +76,10 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note the sizes that ran in this process."""
     ran: list[str] = []
 
-    def run(task: Task, on_progress: Any) -> ArmRun:
-        ran.append(task.label)
+    def run(spec: Spec, on_progress: Any) -> Run:
+        ran.append(spec.label)
         gc.collect()
-        return here(pickle.loads(pickle.dumps(task)))
+        return here(pickle.loads(cloudpickle.dumps(spec)))
 
     monkeypatch.setattr(_batch_size_run, "run_in_process", run)
     monkeypatch.setattr(_batch_size_run, "_STEADY_S", 0.0)
@@ -89,7 +90,7 @@ def peak_gib(size: int, folder: Path) -> float:
     """Return the peak of a size without a search."""
     folder.mkdir()
     factories = Wide, partial(Rows, batch_size=size)
-    run, _ = _batch_size_run.run_once(ArmSpec("x", {"precision": "fp32"}), factories, None, CPU, folder, print)
+    run, _ = _batch_size_run.run_once(Spec("x", {"precision": "fp32"}), factories, None, CPU, folder, print)
     return (run.peak_memory_bytes or 0) / 2**30
 
 
@@ -154,7 +155,7 @@ def test_a_limit_below_the_smallest_batch(sizes: list[str]) -> None:
     ("kwargs", "message"),
     [
         ({"make_module": Wide()}, "`make_module` must be a LightningModule, or a function"),
-        ({"make_data": lambda: 3}, "`make_data` is a lambda"),
+        ({"make_data": lambda x: x}, "`make_data` must be callable without arguments"),
         ({"precisions": "fp32"}, "`precisions` must be a sequence of precisions"),
         ({"precisions": ["fp33"]}, "fp33"),
         ({"memory_limit_gib": 0}, "`memory_limit_gib` must be a number above 0, in GiB, or `None`.*; got 0."),

@@ -28,9 +28,7 @@ Make = Callable[[], LightningModule]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
-    pytest.mark.filterwarnings(
-        "ignore:lightning_amp. `fp32_modules` has no effect so far"
-    ),  # in fits without validation
+    pytest.mark.filterwarnings("ignore:lightning_amp. `fp32_modules` has no effect"),  # in fits without validation
     pytest.mark.filterwarnings("ignore:Precision .* is not supported by the model summary"),
 ]
 

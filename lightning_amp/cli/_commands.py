@@ -1,0 +1,306 @@
+"""The commands that take a module and its data: what they ask for, and what they print."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_amp._text import counted
+from lightning_amp.cli._errors import Interrupted, UsageError
+from lightning_amp.cli._output import Outcome, json_writer, note
+
+if TYPE_CHECKING:
+    from lightning_amp import LocalDevices, PrecisionReport
+    from lightning_amp.compare import Run
+
+_CLASSES = """
+--model and --data take a class path; the arguments of the class follow, as in a
+LightningCLI: --model.width 64, --trainer.max_epochs 2, --optimizer SGD.
+--config takes the YAML of a LightningCLI; the command line overrides it."""
+
+CLASS_OPTIONS: dict[str, dict[str, Any]] = {
+    "--model": {"metavar": "CLASS", "help": "the LightningModule: package.module.Class"},
+    "--data": {"metavar": "CLASS", "help": "the LightningDataModule: package.module.Class"},
+    "--config": {"metavar": "FILE", "help": "the YAML of a LightningCLI"},
+}
+"""Options that jsonargparse makes of the classes; they are only shown in `--help`."""
+
+_SEED = {
+    "metavar": "N",
+    "type": int,
+    "default": 0,
+    "help": "the first seed; default: seed_everything of the YAML, or 0",
+}
+_JSON = {"metavar": "FILE", "help": "save all measurements as JSON"}
+_PRECISION = {"metavar": "NAME"}
+
+
+def _user(options: Any) -> Mapping[str, Any]:
+    """Return the arguments that all functions share."""
+    from lightning_amp.cli._classes import user_classes
+
+    return user_classes(options)._asdict()
+
+
+# -- doctor ------------------------------------------------------------------------------------------------------------
+
+DOCTOR = f"""\
+Measure what this machine can do in each precision. With a module and its data,
+say why mixed precision is not faster or saves no memory.
+{_CLASSES}
+
+  lightning-amp doctor
+  lightning-amp doctor --model models.Net --model.width 64 --data models.Data \\
+      --precision bf16
+
+Exit status: 0, or 1 if a finding is a warning or an error."""
+
+DOCTOR_OPTIONS: dict[str, dict[str, Any]] = {
+    "--precision": {"metavar": "NAME", "help": "the precision to examine; default: auto", "default": "auto"},
+    "--device": {"metavar": "NAME", "help": "cpu or cuda:0, for example; default: where a Trainer would train"},
+    "--seed": _SEED,
+    "--json": _JSON,
+}
+
+
+def run_doctor(options: Any) -> Outcome:
+    """Examine this machine, and a module if there is one."""
+    from lightning_amp import doctor
+
+    where = {"precision": options.precision, "device": options.device}
+    if "model" in options:
+        from lightning.pytorch import seed_everything
+
+        user = _user(options)
+        note(f"lightning-amp doctor: training some steps of {user['make_module']!r}")
+        seed_everything(options.seed, verbose=False)
+        report = doctor(**user, **where)
+    else:
+        report = doctor(**where)
+    has_work = any(finding.severity in ("warning", "error") for finding in report.findings)
+    return Outcome(report.to_markdown(), {"--json": report.to_json}, has_work)
+
+
+# -- compare -----------------------------------------------------------------------------------------------------------
+
+COMPARE = f"""\
+Train the same module once per precision and seed, each in its own process, and
+say which precision to use.
+{_CLASSES}
+
+--margins.METRIC is the loss in a metric that you accept, in its own unit:
+--margins.val_acc 0.001. If the command cannot know whether more or less is
+better, write max:0.1 (more is) or min:0.1 (less is).
+
+  lightning-amp compare --model models.Net --model.width 64 --data models.Data \\
+      --trainer.max_epochs 2 --seeds 3 --margins.val_acc 0.002 --dirpath compare
+  lightning-amp compare --config config.yaml --precisions fp32 bf16
+
+Several machines without a common program: each job of an array trains one
+share, and a last command judges all runs:
+
+  lightning-amp compare --config config.yaml --dirpath s3://bucket/x --part 3/12
+  lightning-amp compare --config config.yaml --dirpath s3://bucket/x --collect
+
+Exit status: 0, or 1 if a precision is worse, or if a run failed or is missing."""
+
+COMPARE_OPTIONS: dict[str, dict[str, Any]] = {
+    "--precisions": {
+        "metavar": "NAME",
+        "help": "the first is the reference; default: fp32 bf16 fp16",
+        "nargs": "+",
+        "default": ["fp32", "bf16", "fp16"],
+    },
+    "--seeds": {"metavar": "N", "help": "how many; fewer than three give no verdict", "type": int, "default": 1},
+    "--seed": _SEED,
+    "--margins": {"metavar": ".METRIC X", "help": "what a precision may cost in a metric", "type": dict, "default": {}},
+    "--control": {
+        "metavar": "true|false",
+        "help": "train the reference again, its initial weights changed in the last bit;"
+        " default: with two or more seeds",
+        "type": bool,
+    },
+    "--dirpath": {"metavar": "DIR", "help": "keep finished runs; the same command continues from there"},
+    "--devices-at-once": {
+        "metavar": "N",
+        "help": "train N runs at once, each on as many accelerators as --trainer.devices says,"
+        " or on its share of the CPU cores",
+        "type": int,
+    },
+    "--part": {"metavar": "I/N", "help": "train share I of N, from 1 on, into --dirpath; print no report"},
+    "--collect": {"help": "train nothing; judge the runs in --dirpath", "action": "store_true"},
+    "--json": _JSON,
+    "--html": {"metavar": "FILE", "help": "save the report as one HTML page"},
+}
+
+
+def run_compare(options: Any) -> Outcome:
+    """Train and judge, train a part, or judge what is kept."""
+    part = _part(options)
+    user = _user(options)
+    from lightning_amp.compare import Comparison
+
+    try:
+        comparison = Comparison(
+            **user,
+            precisions=tuple(options.precisions),
+            seed=options.seed,
+            num_seeds=options.seeds,
+            margins={name: _margin(name, value) for name, value in _flat(options.margins).items()},
+            control=options.control,
+            dirpath=options.dirpath,
+            executor=_executor(options.devices_at_once, user["trainer_kwargs"].get("devices")),
+        )
+        if part is not None:
+            return _outcome_of_part(comparison.run_part(*part), *part)
+        report = comparison.collect() if options.collect else comparison.run()
+    except KeyboardInterrupt as error:
+        goes_on = f"finished runs are in `{options.dirpath}`, and the same command continues from there"
+        without = "with `--dirpath DIR` the same command goes on where it was stopped"
+        raise Interrupted(f"interrupted; {goes_on if options.dirpath else without}") from error
+    return Outcome(report.to_markdown(), {"--json": report.to_json, "--html": report.to_html}, _has_work(report))
+
+
+def _has_work(report: PrecisionReport) -> bool:
+    """Return whether a run failed or is missing, or an arm other than the control is worse."""
+    return any(arm.errors or (arm.judged("worse") and not arm.is_control) for arm in report.arms.values())
+
+
+def _part(options: Any) -> tuple[int, int] | None:
+    """Return the share that is trained, and the number of shares; `None` for all runs."""
+    if options.part is None and not options.collect:
+        return None
+    option = "--collect" if options.part is None else "--part"
+    if options.dirpath is None:
+        raise UsageError(f"{option} needs --dirpath, the folder or URL in which the runs of all parts are kept")
+    if options.part is None:
+        return None
+    if options.collect:
+        raise UsageError("--part trains runs and --collect judges them: they are two commands")
+    if options.json or options.html:
+        raise UsageError("--part prints no report that could be saved; use --json and --html with --collect")
+    found = re.fullmatch(r"(\d+)/(\d+)", options.part)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise UsageError(f"--part must be I/N, with I from 1 to N, such as 3/12; got {options.part!r}")
+    return int(found[1]), int(found[2])
+
+
+def _executor(num_at_once: int | None, devices: object) -> LocalDevices | None:
+    """Return an executor for this machine, whose runs get as many accelerators as the Trainer asks for."""
+    if num_at_once is None:
+        return None
+    import torch
+
+    from lightning_amp.compare import LocalDevices
+
+    has_devices = torch.accelerator.current_accelerator(check_available=True) is not None
+    return LocalDevices(num=num_at_once, per_run=int(str(devices)) if has_devices and str(devices).isdigit() else 1)
+
+
+def _outcome_of_part(runs: Sequence[Run], part: int, num_parts: int) -> Outcome:
+    failed = [run for run in runs if not run.finished]
+    text = f"Part {part} of {num_parts}: {counted(len(runs), 'run')}, {len(failed)} failed.\n"
+    if not runs:
+        text = f"Part {part} of {num_parts} has no run, because there are fewer runs than parts.\n"
+    lines = "".join(f"\n- `{run.name}`: {' '.join((run.error or '').split())}\n" for run in failed)
+    return Outcome(text + lines, has_work=bool(failed))
+
+
+def _flat(margins: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return margins by the names of metrics, of which jsonargparse takes those with dots apart."""
+    found: dict[str, Any] = {}
+    for name, value in margins.items():
+        found |= _flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
+    return found
+
+
+def _margin(name: str, value: Any) -> Any:
+    """Read `0.1`, `max:0.1` or `["max", 0.1]`."""
+    way, _, number = value.rpartition(":") if isinstance(value, str) else ("", "", value)
+    if isinstance(value, list) and len(value) == 2:
+        way, number = value
+    try:
+        if way in ("", "min", "max"):
+            return (way, float(number)) if way else float(number)
+    except (TypeError, ValueError):
+        pass
+    rule = "a number such as 0.001, or, with the better direction, max:0.1 or min:0.1"
+    raise UsageError(f"--margins.{name} must be {rule}, got {value!r}")
+
+
+# -- batch-size --------------------------------------------------------------------------------------------------------
+
+BATCH_SIZE = f"""\
+Find the largest batch that fits into memory, in each precision, by short runs
+in processes of their own. The data module or the module must have a
+`batch_size` that its loaders use.
+{_CLASSES}
+
+  lightning-amp batch-size --model models.Net --model.width 64 \\
+      --data models.Data --memory-limit-gib 4
+  lightning-amp batch-size --config config.yaml --precisions bf16
+
+Exit status: 0, or 1 if a precision has no batch size that fits."""
+
+BATCH_SIZE_OPTIONS: dict[str, dict[str, Any]] = {
+    "--precisions": {"metavar": "NAME", "help": "default: fp32 bf16", "nargs": "+", "default": ["fp32", "bf16"]},
+    "--memory-limit-gib": {
+        "metavar": "GIB",
+        "help": "limit for each device; default: its free memory; needed on the CPU",
+        "type": float,
+    },
+    "--seed": {**_SEED, "help": "ignored: the values do not matter here"},
+    "--json": _JSON,
+}
+
+
+def run_batch_size(options: Any) -> Outcome:
+    """Search in each precision."""
+    from lightning_amp import find_batch_size
+
+    limit = options.memory_limit_gib
+    found = find_batch_size(**_user(options), precisions=tuple(options.precisions), memory_limit_gib=limit)
+    failed = any(result.error is not None for result in found.values())
+    return Outcome(found.to_markdown(), {"--json": found.to_json}, failed)
+
+
+# -- fp32-modules ------------------------------------------------------------------------------------------------------
+
+FP32_MODULES = f"""\
+Find which modules must stay in fp32, so that gradients and validation metrics
+in fp16 or bf16 are within a relative tolerance of fp32.
+{_CLASSES}
+
+  lightning-amp fp32-modules --model models.Net --model.width 64 \\
+      --data models.Data --precision fp16 --tolerance 0.05
+
+Exit status: 0 if nothing is needed; 1 if modules are, or if nothing helps."""
+
+FP32_MODULES_OPTIONS: dict[str, dict[str, Any]] = {
+    "--precision": {"metavar": "NAME", "help": "fp16 (default) or bf16", "default": "fp16"},
+    "--tolerance": {"metavar": "X", "help": "largest relative error, such as 0.05", "type": float, "required": True},
+    "--seed": _SEED,
+    "--json": _JSON,
+}
+
+
+def run_fp32_modules(options: Any) -> Outcome:
+    """Search for the rules."""
+    from lightning.pytorch import seed_everything
+
+    from lightning_amp import find_fp32_modules
+    from lightning_amp.tune import NothingHelps
+
+    seed_everything(options.seed, verbose=False)
+    data: dict[str, Any] = {"precision": options.precision, "tolerance": options.tolerance, "rules": None}
+    try:
+        found = find_fp32_modules(**_user(options), precision=options.precision, tolerance=options.tolerance)
+    except NothingHelps as error:
+        return Outcome(f"{error}\n", {"--json": json_writer({**data, "message": str(error)})}, has_work=True)
+    data |= {"rules": list(found), "message": found.message, "cost": found.cost}
+    text = f"{found.message}\n"
+    if found:
+        rules = ", ".join(f'"{rule}"' for rule in found)
+        text += f'\n`AmpPrecision("{options.precision}", fp32_modules=[{rules}])`\n'
+    return Outcome(text, {"--json": json_writer(data)}, has_work=bool(found))

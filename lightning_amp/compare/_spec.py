@@ -1,0 +1,232 @@
+"""`Spec`: one training, before it runs. It travels to another process by value."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import inspect
+import os
+import pickle
+import platform
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import FSDPStrategy
+from typing_extensions import final
+
+from lightning_amp._arguments import require
+from lightning_amp.casting import parse_precision
+from lightning_amp.compare._describe import shown
+from lightning_amp.compare._process import versions
+from lightning_amp.compare._run import CONTROL, Margin
+from lightning_amp.compare._settings import process_settings
+from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
+
+
+@final
+@dataclass(frozen=True)
+class Spec:
+    """One arm, and with a seed, factories and a folder one training of it.
+
+    Attributes:
+        label: The label of the arm.
+        source: Its plugin, or the arguments from which another process makes the plugin.
+        seed: The seed.
+        moved: Whether the initial weights are moved in their last bit, as for the control.
+        make_module: Makes the LightningModule.
+        make_data: Makes the LightningDataModule.
+        trainer_kwargs: The arguments of the Trainer.
+        folder: Where the training writes its files.
+        margins: Metrics that the first validation has to log.
+
+    """
+
+    label: str
+    source: Any
+    seed: int = 0
+    moved: bool = False
+    make_module: Callable[[], LightningModule] | None = None
+    make_data: Callable[[], LightningDataModule] | None = None
+    trainer_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    folder: str = ""
+    margins: Mapping[str, Margin] = field(default_factory=dict)
+
+    @property
+    def description(self) -> str:
+        """Return the line of code that makes the plugin."""
+        if not isinstance(self.source, Mapping):
+            return shown(self.source)
+        arguments = [shown(v) if name == "precision" else f"{name}={shown(v)}" for name, v in self.source.items()]
+        return f"AmpPrecision({', '.join(arguments)})"
+
+    def plugin(self, strategy: Any = "auto") -> Any:
+        """Return the plugin; for FSDP, make the plugin that FSDP accepts from the same arguments."""
+        if not isinstance(self.source, Mapping):
+            return self.source
+        sharded = isinstance(strategy, FSDPStrategy) or (isinstance(strategy, str) and strategy.startswith("fsdp"))
+        return (FSDPAmpPrecision if sharded else AmpPrecision)(**self.source)
+
+
+def parse_arms(precisions: object, strategy: Any = "auto") -> dict[str, Spec]:
+    """Return the arms by label, in their order.
+
+    Raises:
+        ValueError: If there is no arm, if two have the same label, or if one is not a precision, a plugin or arguments
+            of `AmpPrecision`.
+
+    """
+    rule = "a sequence of precisions, or a mapping from labels to them"
+    is_one = isinstance(precisions, (str, bytes, Precision)) or not isinstance(precisions, Iterable)
+    require(not isinstance(precisions, (set, frozenset)), "precisions", rule, precisions, "A set has no first one.")
+    require(not is_one, "precisions", rule, precisions, f"Write `precisions=[{precisions!r}]`." if is_one else "")
+    assert isinstance(precisions, Iterable)
+    is_mapping = isinstance(precisions, Mapping)
+    labelled = precisions.items() if is_mapping else [(_label(value), value) for value in precisions]
+    require(bool(labelled), "precisions", f"{rule}, at least one", precisions)
+    arms: dict[str, Spec] = {}
+    for label, value in labelled:
+        require(isinstance(label, str) and bool(label.strip()), "precisions", "labelled by texts", label)
+        require(label != CONTROL, "precisions", f"labelled by other names than {CONTROL!r}", label)
+        if label in arms:
+            advice = "a mapping gives each arm a label: `{'bf16, head in fp32': dict(precision='bf16', ...)}`"
+            raise ValueError(f"`precisions` must have different labels, got {label!r} twice; {advice}.")
+        arms[label] = _made(label, value, strategy)
+    return arms
+
+
+def _label(value: object) -> str:
+    simple = isinstance(value, (str, int, torch.dtype)) and not isinstance(value, bool)
+    advice = "Give a plugin or arguments a label: `precisions={'fp32': 'fp32', 'mine': plugin}`."
+    require(simple, "precisions", "names if it is a sequence", value, advice)
+    return str(value)
+
+
+def _made(label: str, value: Any, strategy: Any) -> Spec:
+    """Return an arm whose plugin was made and pickled, so that a mistake raises an error before anything runs."""
+    name = f"precisions[{label!r}]"
+    if isinstance(value, type) and issubclass(value, Precision):
+        raise ValueError(f"`{name}` must be a plugin, got the class {value.__name__}. Make one of it.")
+    source = dict(value) if isinstance(value, Mapping) else value
+    spec = Spec(label, source if isinstance(source, (dict, Precision)) else {"precision": parse_precision(value, name)})
+    try:
+        spec.plugin(strategy)
+    except TypeError as error:
+        text = str(error).replace("__init__() ", "").replace("AmpPrecision.", "")
+        legal = ", ".join(f"`{name}`" for name in inspect.signature(AmpPrecision).parameters)
+        raise ValueError(f"`{name}`: {text}. The arguments of `AmpPrecision` are {legal}.") from error
+    except ValueError as error:
+        raise ValueError(f"`{name}`: {error}") from error
+    check_travels(name, spec, "Pass the arguments of `AmpPrecision` as a dict.")
+    return spec
+
+
+# -- by value ----------------------------------------------------------------------------------------------------------
+
+
+def check_factory(argument: str, factory: Any, kind: type) -> None:
+    """Refuse a factory that another process cannot call.
+
+    Raises:
+        ValueError: If the factory is refused. The message explains how to write it instead.
+
+    """
+    example = f"a {kind.__name__}, or a function without arguments that returns one"
+    name = getattr(factory, "__name__", type(factory).__name__)
+    if isinstance(factory, (LightningModule, LightningDataModule)):
+        raise ValueError(
+            f"`{argument}` must be {example}, got an object of {name}. Pass the class itself (`{name}`), or a function"
+            " that makes one: each arm needs a new one, made after its seed was set."
+        )
+    if not callable(factory):
+        raise ValueError(f"`{argument}` must be {example}, got {factory!r}.")
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"`{argument}` must be callable without arguments; {name!r}: {error}. Write a function that passes them:"
+            f" `lambda: {name}(...)`."
+        ) from error
+    except ValueError:  # a builtin without a signature
+        pass
+    check_travels(argument, factory, "Make what it holds inside of it.")
+
+
+def check_travels(argument: str, value: Any, advice: str) -> None:
+    """Refuse a value that cannot be pickled.
+
+    Raises:
+        ValueError: If it cannot. The message ends with `advice`.
+
+    """
+    try:
+        dumps(value)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        text = f"`{argument}` cannot be sent to another process: {type(error).__name__}: {error}."
+        raise ValueError(f"{text} {advice}") from error
+
+
+def dumps(value: Any, *factories: Any) -> bytes:
+    """Pickle by value what another process cannot import: a script, a notebook, lambdas, a file loaded by hand.
+
+    Raises:
+        ModuleNotFoundError: Without cloudpickle.
+
+    """
+    try:
+        import cloudpickle
+    except ModuleNotFoundError as error:
+        text = "Runs in other processes need cloudpickle, which is not installed. Run `pip install cloudpickle`."
+        raise ModuleNotFoundError(text) from error
+    with ExitStack() as stack:
+        for name in dict.fromkeys(map(_module_name, factories or [value])):
+            module = sys.modules.get(name)
+            if module is not None and name != "__main__" and not _can_be_imported(module):
+                cloudpickle.register_pickle_by_value(module)
+                stack.callback(cloudpickle.unregister_pickle_by_value, module)
+        return cloudpickle.dumps(value)
+
+
+def pack(spec: Spec) -> bytes:
+    """Return a training as bytes, with the settings of this process."""
+    kwargs = spec.trainer_kwargs
+    # `devices="auto"` may be several, but then Lightning starts all other ranks as new processes
+    alone = kwargs.get("strategy", "auto") == "auto" and kwargs.get("devices", "auto") in ("auto", 1, "1")
+    header = {
+        "label": spec.label,
+        "seed": spec.seed,
+        "folder": spec.folder,
+        "spec": dumps(spec, spec.make_module, spec.make_data),
+        "path": [entry or os.getcwd() for entry in sys.path],
+        "settings": process_settings(),
+        "versions": versions(),
+        "host": platform.node(),
+        "one_process": alone and kwargs.get("num_nodes", 1) == 1,
+    }
+    return pickle.dumps(header)
+
+
+def _module_name(factory: Any) -> str:
+    if isinstance(factory, partial):
+        return _module_name(factory.func)
+    return getattr(factory, "__module__", None) or type(factory).__module__
+
+
+def _can_be_imported(module: ModuleType) -> bool:
+    """Return whether a process with the same `sys.path` imports this module, and no other one, by its name."""
+    file, (parent, _, _) = getattr(module, "__file__", None), module.__name__.rpartition(".")
+    try:
+        paths = list(sys.modules[parent].__path__) if parent else None
+        spec = importlib.machinery.PathFinder.find_spec(module.__name__, paths)
+    except (KeyError, AttributeError, ImportError, ValueError):
+        return False
+    return file is None or (spec is not None and spec.origin is not None and Path(spec.origin).samefile(file))

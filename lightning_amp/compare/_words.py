@@ -1,0 +1,321 @@
+"""Write a report: one sentence to act on, verdicts, one table of figures, errors and notes."""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from lightning_amp._plain_data import Table, code, line
+from lightning_amp._text import counted, exact, memory, rounded
+from lightning_amp.compare._arm import Arm, ArmMetric, mean
+from lightning_amp.compare._run import CONTROL, Plan, Run
+from lightning_amp.compare._stats import INTERVAL, LEAST_PAIRS, Difference, in_words, seeds_for_speed
+
+NONE = "-"
+
+_SMALLER = 0.95
+"""A peak of memory below this share of the reference's is called smaller: allocators round, and batches differ."""
+
+_CONTROL = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # colours, lone surrogates
+
+# -- the parts of a report ---------------------------------------------------------------------------------------------
+
+
+def markdown(plan: Plan, arms: Mapping[str, Arm]) -> str:
+    """Write the text of :meth:`PrecisionReport.to_markdown`."""
+    header, *rows = table(arms)
+    parts = [
+        " ".join(recommend(list(arms.values()))[1]),
+        "\n".join(f"- {label_and_metric}: {text}" for label_and_metric, text in verdict_lines(arms)),
+        str(Table(header, rows)),
+        "\n".join(f"- failed: {code(run.name)}: {line(run.error or '')}" for run in failures(arms)),
+        " ".join(notes(plan, arms)),
+    ]
+    return "\n\n".join(filter(None, (clean(part) for part in parts))) + "\n"
+
+
+def clean(text: str) -> str:
+    """Replace what neither a terminal nor a browser should get: colours, control characters, lone surrogates."""
+    return _CONTROL.sub("\ufffd", text)
+
+
+def failures(arms: Mapping[str, Arm]) -> list[Run]:
+    """Return the runs that failed or left no record."""
+    return [run for arm in arms.values() for run in arm.runs if not run.finished]
+
+
+def verdict_lines(arms: Mapping[str, Arm]) -> list[tuple[str, str]]:
+    """Return each arm and metric with a margin, and its verdict as a sentence."""
+    return [
+        (f"{code(arm.label)}, {code(metric.name)}", str(metric.verdict))
+        for arm in arms.values()
+        for metric in arm.judged()
+        if not arm.is_reference
+    ]
+
+
+def table(arms: Mapping[str, Arm]) -> list[list[str]]:
+    """Return the rows of the table of figures: a column for each arm, and its header first."""
+    header = ["", *(f"{arm.label} (reference)" if arm.is_reference else arm.label for arm in arms.values())]
+    rows: list[list[str]] = []
+    for name in dict.fromkeys(name for arm in arms.values() for name in arm.metrics):
+        found = [arm.metrics.get(name) for arm in arms.values()]
+        cells = [_metric_cells(metric) for metric in found]
+        rows += [[f"{name}{what and f': {what}'}", *(cell[what] for cell in cells)] for what in cells[0]]
+    columns = [_arm_cells(arm) for arm in arms.values()]
+    rows += [[what, *(column[what] for column in columns)] for what in columns[0]]
+    return [header, *(row for row in rows if set(row[1:]) != {NONE})]
+
+
+def _metric_cells(metric: ArmMetric | None) -> dict[str, str]:
+    if metric is None:
+        return dict.fromkeys(("", "best", "difference", "same weights, minus fp32", "time to the reference"), NONE)
+    return {
+        "": f"{metric.final:.5g}" if metric.finals else NONE,
+        "best": f"{metric.best:.5g}" if metric.bests else NONE,
+        "difference": NONE if metric.difference is None else difference_in_words(metric.difference),
+        "same weights, minus fp32": signed(mean(metric.evaluation_diff.values())) if metric.evaluation_diff else NONE,
+        "time to the reference": _time_to_quality(metric),
+    }
+
+
+def _arm_cells(arm: Arm) -> dict[str, str]:
+    times, speeds, peak = arm.step_s, arm.samples_per_s, arm.peak_memory_bytes
+    in_ms = [] if times is None else [rounded(1e3 * time) for time in times]
+    return {
+        "speed": str(arm.speed) if arm.speed else f"not compared: {arm.not_compared}" if arm.not_compared else NONE,
+        "samples/s": NONE
+        if speeds is None
+        else f"{speeds.median:,.0f}"
+        if speeds.median >= 100
+        else rounded(speeds[1]),
+        "ms per step": f"{in_ms[1]} ({in_ms[0]} to {in_ms[2]})" if in_ms else NONE,
+        "peak memory": NONE if peak is None else memory(peak),
+        "steps applied": f"{arm.num_steps:,}",
+        "steps skipped": f"{arm.num_skipped:,}",
+        "loss scale": ", ".join(dict.fromkeys(exact(scale) for scale in arm.final_scales)) or NONE,
+        "products in": ", ".join(f"{100 * share:.0f} % {name}" for name, share in arm.matmul_flops.items()) or NONE,
+        "ran as": arm.ran_as or NONE,
+    }
+
+
+def difference_in_words(difference: Difference) -> str:
+    """Write a mean difference and its interval: `+0.0012 (-0.001 to +0.0034)`."""
+    if difference.mean is None:
+        return NONE
+    if not math.isfinite(difference.mean):
+        return "not finite"
+    bounds = difference.bounds
+    return signed(difference.mean) + ("" if bounds is None else f" ({signed(bounds[0])} to {signed(bounds[1])})")
+
+
+def signed(value: float) -> str:
+    """Write a difference with its sign, to three digits; `0` if there is none."""
+    return "0" if value == 0 else "nan" if math.isnan(value) else f"{value:+.3g}"
+
+
+def _time_to_quality(metric: ArmMetric) -> str:
+    """Write the median time over the seeds that reached the reference's final value, and the number of these seeds."""
+    times = list(metric.time_to_quality_s.values())
+    reached = [time for time in times if math.isfinite(time)]
+    if not reached:
+        return "never" if times else NONE
+    text = f"{rounded(median(reached))} s"
+    return text if len(reached) == len(times) else f"{text}, {len(reached)} of {counted(len(times), 'seed')}"
+
+
+def notes(plan: Plan, arms: Mapping[str, Arm]) -> list[str]:
+    """Write how the figures were measured, in sentences."""
+    runs = [run for arm in arms.values() for run in arm.finished]
+    seeds = f"seed {plan.seed}" if plan.num_seeds == 1 else f"seeds {plan.seeds[0]} to {plan.seeds[-1]}"
+    lines = [f"{counted(len(plan.arms), 'arm')}, {seeds}, {code(plan.make_module)} on {code(plan.make_data)}."]
+    if plan.num_seeds > 1:
+        lines.append(f"In brackets after a difference or a speed is its {INTERVAL} over the seeds.")
+    else:
+        lines.append("One seed never decides: training is chaotic, and two runs of one precision differ as well.")
+    if plan.control:
+        lines.append(
+            "The control is the reference with its initial weights moved in their last bit. Its difference shows the"
+            " run-to-run noise."
+        )
+        speed = arms[CONTROL].speed
+        if speed is not None and speed.differs:
+            lines.append(
+                f"The machine was busy: the control, which computes the same as the reference, was {speed}. So every"
+                " interval of a speed is wider by that factor."
+            )
+    if any(arm.step_s is not None for arm in arms.values()):
+        lines.append("Times are medians of steady training steps, with their middle half.")
+    if any(run.shared_a_device(runs) for run in runs):
+        lines.append("Runs that shared a device have the same bits as alone, but other times.")
+    memory_of = {arm.memory_of for arm in arms.values()} - {None}
+    if memory_of:
+        whose = "the device's own count" if memory_of == {"device"} else "the memory of tensors on the CPU"
+        lines.append(f"Peak memory is {whose}, in training.")
+    if runs:
+        tf32 = "TF32 was allowed in fp32" if any(run.tf32 for run in runs) else "TF32 was off"
+        found = dict.fromkeys(f"{name} {version}" for run in runs for name, version in run.versions.items())
+        devices = dict.fromkeys(run.device for run in runs)
+        hosts = len({run.host for run in runs})
+        where = f"{' and '.join(devices)}{f', on {hosts} machines' if hosts > 1 else ''}"
+        lines.append(f"Ran on {where}; {tf32}; {', '.join(found)}.")
+    return [line(text) for text in lines]
+
+
+# -- the recommendation ------------------------------------------------------------------------------------------------
+
+
+def recommend(arms: Sequence[Arm]) -> tuple[str | None, list[str]]:
+    """Recommend the fastest arm that was shown to be not worse in all metrics with a margin.
+
+    An arm is faster if the interval of its speed shows it. Memory counts only if the speed is shown to be the same.
+
+    Returns:
+        Its label, or `None` if the runs do not show which arm to use, and sentences with the reason. The first sentence
+        is the recommendation.
+
+    """
+    reference, others = arms[0], [arm for arm in arms[1:] if not arm.is_control]
+    obstacle = _obstacle(reference, others)
+    if obstacle:
+        return None, [f"No recommendation: {obstacle}.", *_speeds(others)]
+    fine = [arm for arm in others if arm.is_fine]
+    gaining = [arm for arm in fine if _gains(arm, reference)]
+    open_ = [arm for arm in others if arm.finished and not arm.is_fine and not arm.judged("worse")]
+    open_ += [arm for arm in fine if _ratio(arm) is None]
+    if gaining:
+        arm = max(gaining, key=lambda arm: (_ratio(arm) or 0.0, -_memory_ratio(arm, reference)))
+        reasons = [*_gains(arm, reference), f"is not worse in {_names(arm.judged())} within the margin"]
+        return arm.label, [f"Use {code(arm.label)}: it {_listed(reasons)}.", _what_would_change(arm, open_)]
+    name = code(reference.label)
+    if open_:
+        return None, [f"Stay with {name} for now: {'; '.join(_question(arm, reference) for arm in open_)}."]
+    reasons = "; ".join(_why_not(arm, reference) for arm in others)
+    if fine:
+        remedy = "A larger model, or a device that computes in half precision, could change that."
+    elif any(arm.finished for arm in others):
+        remedy = "Larger margins could change that, or an arm with `fp32_modules`."
+    else:
+        remedy = "Failed runs have to run again before they can be judged."
+    return reference.label, [f"Stay with {name}: {reasons}.", remedy]
+
+
+def _obstacle(reference: Arm, others: Sequence[Arm]) -> str:
+    """Return why no arm can be recommended, whatever the results of the other arms are; empty without a reason."""
+    name = code(reference.label)
+    if not others:
+        return f"{name} is the only arm; add a precision to compare it with"
+    if not reference.finished:
+        return f"the reference, {name}, {_failure(reference)}"
+    if not reference.metrics:
+        return f"the reference, {name}, logged no metric in validation, by which precisions could be compared"
+    if not any(arm.judged() for arm in (reference, *others)):
+        known = [metric.name for metric in reference.metrics.values() if metric.direction is not None]
+        example = code((known or list(reference.metrics))[0])
+        few = ", and run at least three seeds" if len(reference.runs) < LEAST_PAIRS else ""
+        return f"no margin says what a precision may cost; give one, for example 0.01 for {example}{few}"
+    lost = reference.not_finite_in
+    return f"{_names(lost)} of the reference, {name}, is not finite" if lost else ""
+
+
+def _question(arm: Arm, reference: Arm) -> str:
+    """Write what is not known about an arm, and what would decide it."""
+    name = code(arm.label)
+    if arm.errors:
+        seeds = list(arm.errors)
+        word, has = ("seed", "has") if len(seeds) == 1 else ("seeds", "have")
+        return f"{name} failed with {word} {_listed([str(seed) for seed in seeds])}, which {has} to run again"
+    if arm.not_finite_in:
+        return f"{name} is not finite in {_names(arm.not_finite_in)}; `OverflowLocator` shows where"
+    undecided = arm.judged("undecided")
+    if undecided:
+        needed = [metric.verdict.seeds_needed for metric in undecided if metric.verdict.seeds_needed is not None]
+        few = any(metric.verdict.num_pairs < LEAST_PAIRS for metric in undecided)
+        if reference.errors:
+            how = "failed runs of the reference have to run again"
+        elif few:
+            how = "it takes at least three seeds"
+        else:
+            how = f"run {in_words(max(needed))} seeds, or allow more" if needed else undecided[0].verdict.because
+        return f"{name} is undecided in {_names(undecided)}: {how or 'allow more'}"
+    less = _less_memory(arm, reference)
+    known = f"{name} is not worse{f' and {less}' if less else ''}, but its speed"
+    if arm.speed is None:
+        return f"{known} was not compared: {arm.not_compared}"
+    if arm.speed.claim == "one run":
+        return f"{known} was measured with one seed only ({arm.speed})"
+    interval = f" ({arm.speed.interval})" if arm.speed.interval else ""
+    return f"{known} is undecided{interval}: run {in_words(seeds_for_speed(arm.speed))} seeds"
+
+
+def _why_not(arm: Arm, reference: Arm) -> str:
+    name, worse = code(arm.label), arm.judged("worse")
+    if not arm.finished:
+        return f"{name} {_failure(arm)}"
+    if worse:
+        steps = arm.num_skipped + arm.num_steps
+        skipped = f", and skipped {arm.num_skipped:,} of {steps:,} steps" if arm.num_skipped else ""
+        return f"{name} is worse in {_names(worse)}{skipped}"
+    if arm.speed is None or arm.speed.claim != "slower":
+        return f"{name} is not worse, but neither faster nor smaller"
+    less = _less_memory(arm, reference)
+    return f"{name} is not worse, but {arm.speed}{f', though it {less}' if less else ''}"
+
+
+def _gains(arm: Arm, reference: Arm) -> list[str]:
+    """Write the gains of an arm, and the additional memory that they cost; empty without a gain."""
+    ratio, less = _memory_ratio(arm, reference), _less_memory(arm, reference)
+    if arm.speed is None or _ratio(arm) is None or arm.speed.claim == "slower":
+        return []
+    if arm.speed.claim == "faster":
+        more = less or (f"needs {100 * (ratio - 1):.0f} % more memory" if ratio >= 1 / _SMALLER else "")
+        return [f"is {arm.speed.in_words('the reference')}", *([more] if more else [])]
+    return [less, f"is {arm.speed.in_words('the reference')}"] if less else []
+
+
+def _what_would_change(arm: Arm, open_: Sequence[Arm]) -> str:
+    """Write which margins would change the verdict, and which arms are not decided yet."""
+    limits = [(metric, metric.verdict.bounds) for metric in arm.judged()]
+    bounds = [f"{rounded(b[1])} in {code(metric.name)}" for metric, b in limits if b is not None and b[1] > 0]
+    parts = [f"A margin below {_listed(bounds, 'or')} would change that"] if bounds else []
+    if open_:
+        parts.append(f"{_listed([code(other.label) for other in open_])} may be better, but this is not decided yet")
+    return f"{'; '.join(parts)}." if parts else "Other data or longer training could change that."
+
+
+def _ratio(arm: Arm) -> float | None:
+    """Return how many times as fast as the reference an arm is; `None` if that is undecided or was not measured."""
+    return None if arm.speed is None else arm.speed.decided_ratio
+
+
+def _memory_ratio(arm: Arm, reference: Arm) -> float:
+    own, theirs = arm.peak_memory_bytes, reference.peak_memory_bytes
+    return own / theirs if own and theirs else 1.0
+
+
+def _less_memory(arm: Arm, reference: Arm) -> str:
+    ratio = _memory_ratio(arm, reference)
+    return f"needs {100 * (1 - ratio):.0f} % less memory" if ratio < _SMALLER else ""
+
+
+def _speeds(arms: Sequence[Arm]) -> list[str]:
+    known = [f"of {code(arm.label)}: {arm.speed}" for arm in arms if arm.speed is not None]
+    return [f"Measured speed {'; '.join(known)}."] if known else []
+
+
+def _failure(arm: Arm) -> str:
+    text = textwrap.shorten(next(iter(arm.errors.values()), "it did not run"), 120, placeholder=" ...")
+    return f"failed ({code(text)})"
+
+
+def _names(metrics: Sequence[ArmMetric]) -> str:
+    return _listed([code(metric.name) for metric in metrics])
+
+
+def _listed(items: Sequence[str], word: str = "and", most: int = 3) -> str:
+    """Write `a`, `a and b`, `a, b and c`, `a, b, c and 2 more`."""
+    shown = [*items[:most], f"{len(items) - most} more"] if len(items) > most else list(items)
+    return f" {word} ".join([part for part in (", ".join(shown[:-1]), *shown[-1:]) if part])

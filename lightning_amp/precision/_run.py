@@ -1,0 +1,279 @@
+"""One run of a Trainer: what the plugin owns while it lasts, and one stack of undos that ends it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import final
+
+from lightning_amp import _messages
+from lightning_amp._compat import _lightning, _modules
+from lightning_amp._text import counted
+from lightning_amp.casting import Choice, Rule
+from lightning_amp.precision import _refusals
+from lightning_amp.precision._anomaly import run_checked
+from lightning_amp.precision._clipping import FoldPlan
+from lightning_amp.precision._forward import ForwardContexts, autocast
+from lightning_amp.precision._fp8 import Fp8
+from lightning_amp.scaling import Calls, DynamicLossScaler, HalfGradientsError, OptimizerSteps, RecordLog, StepPlan
+from lightning_amp.skipped_steps import BufferPlace, SkipProtection, matching_places
+
+REPLACEABLE = ("forward_context", "autocast_context_manager", "clip_grad_by_norm")
+"""Methods of the plugin. A run needs to know which of them were replaced, by a subclass or on the instance."""
+
+_CALLS = Calls(
+    "the precision plugin",
+    "self.manual_backward(loss)",
+    "`step()` of what `self.optimizers()` returns, not of its `.optimizer`, nor with `use_pl_optimizer=False`",
+    "Return it from `configure_optimizers`, and call `step()` of what `self.optimizers()` returns (several optimizers"
+    " need `self.automatic_optimization = False`)",
+    takes_plain=True,
+)
+
+
+@final
+class Run:
+    """One call of `fit`, `validate`, `test` or `predict`; never pickled.
+
+    Args:
+        plugin: The plugin that runs.
+        module: The user's.
+        training: Precision of training steps.
+        evaluation: Precision of validation, test and prediction.
+        fp32_modules: Rules for modules. A rule that matches nothing raises a `ValueError`.
+        replaced: The methods in `REPLACEABLE` that a subclass or the user has replaced.
+
+    Attributes:
+        fitting: Whether something is trained.
+        steps: Its optimizer steps; `None` until the optimizers exist, and if nothing is trained.
+        named_buffers: Buffers that a skipped step puts back besides normalisation statistics.
+
+    """
+
+    def __init__(
+        self,
+        plugin: MixedPrecision,
+        module: LightningModule,
+        training: Choice,
+        evaluation: Choice,
+        fp32_modules: Sequence[Rule],
+        replaced: Collection[str] = (),
+    ) -> None:
+        self.module = module
+        self.device = module.trainer.strategy.root_device
+        self.fitting = module.trainer.state.fn == TrainerFn.FITTING
+        self.steps: OptimizerSteps | None = None
+        self.fp8: Fp8 | None = None
+        self.named_buffers: list[BufferPlace] = []
+        self._plugin, self._replaced = plugin, replaced
+        self._automatic = module.automatic_optimization
+        self._checked: Tensor | None = None  # a loss whose backward is checked for anomalies
+        self._undo = contextlib.ExitStack()
+        self.forward = ForwardContexts(
+            module,
+            plugin.device,
+            training,
+            evaluation,
+            fp32_modules,
+            plugin.forward_context,
+            autocast_stays=not {"forward_context", "autocast_context_manager"}.intersection(replaced),
+        )
+        self._undo.callback(self.forward.detach)
+
+    def check(self, restore_buffers: Sequence[str], fp8_recipe: Any = None) -> None:
+        """Refuse a module that cannot be trained, find its buffers, and turn fp8 on if there is a recipe.
+
+        It is not in the constructor, so that a run that is refused here can be ended.
+        """
+        if self.fitting:
+            _refusals.check(self.module, self.forward.training, self.device, self.forward.fp32_modules.modules)
+            self.named_buffers = matching_places(self.module, restore_buffers)
+            if fp8_recipe is not None:
+                self.fp8 = Fp8(self.module, self.forward, fp8_recipe, self.device)
+
+    def connect(
+        self,
+        optimizers: Sequence[Optimizer],
+        scaler: DynamicLossScaler | None,
+        skip_nonfinite: bool,
+        log: RecordLog,
+    ) -> None:
+        """If this run is a fit, begin it with the user's unwrapped optimizers."""
+        if not self.fitting:
+            return
+        if self.steps is not None:
+            self.steps.close()
+            self.protection.detach()
+        several = self.module.trainer.world_size > 1 and torch.distributed.is_initialized()
+        self.steps = OptimizerSteps(
+            scaler,
+            skip_nonfinite,
+            log,
+            optimizers,
+            calls=_CALLS,
+            watched=self.module.parameters(),
+            all_reduce_max=partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
+            if several
+            else None,
+            device=self.device if several else None,
+        )
+        self._undo.callback(self.steps.close)
+        self.protection = SkipProtection(self.module, self.named_buffers, on=self.steps.skips)
+        self._undo.callback(self.protection.detach)
+        self.fold_plan = FoldPlan(self.module, "clip_grad_by_norm" in self._replaced)
+        # the first step shows whether parameters become half precision
+        self._may_turn_half = self.forward.training.mixed
+        self._undo.enter_context(_modules.compiled_backward_without_autocast())
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def evaluation_step(self, module: nn.Module | None, step: str | None) -> contextlib.AbstractContextManager[None]:
+        """Return the context of an evaluation step, or of a hook; see `AmpPrecision.evaluation_context`."""
+        if self.steps is not None:
+            self.protection.settle()
+        return self.forward.evaluation_step(self.module if module is None else module, step)
+
+    def forward_context_of(self, precision: str) -> contextlib.AbstractContextManager[Any]:
+        """Return the forward context of a training step in this precision; an empty name is the present precision."""
+        if precision in ("", self.forward.training.name):
+            return self._plugin.forward_context()
+        return autocast(Choice.of(precision), self.forward.device_type)
+
+    def fp8_on(self, module: nn.Module, precision: str) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a copy's fp8 layers in a training step of this precision.
+
+        An empty name stands for the present precision.
+        """
+        if self.fp8 is None or (precision or self.forward.training.name) != "fp8":
+            return contextlib.nullcontext()
+        return self.fp8.on(module)
+
+    def begin_training_step(self) -> None:
+        """Prepare for a training step; in manual optimization, end the batch in which hooks have stepped since."""
+        if self.steps is not None:
+            if not self._automatic:
+                self.steps.end_round()
+            self.protection.enter_step()
+
+    def end_training_step(self) -> None:
+        """End a training step; in automatic optimization its optimizer step is still to come."""
+        if self.steps is not None and not self._automatic:
+            self.steps.end_round()
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def scale(self, steps: OptimizerSteps, loss: Tensor) -> Tensor:
+        """Show the true loss to hooks, bring all gradients that are still there to its scale, and return it scaled."""
+        if self.fold_plan.current().somebody_sees_backward:
+            _lightning.run_hook(self.module, "on_before_backward", loss)
+        if self.protection.active:
+            self.protection.note_backward()
+        scaled = steps.scale_loss(loss)
+        if steps.scaler is not None and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            self._checked = loss
+        return scaled
+
+    def backward(self, run: Callable[..., None]) -> None:
+        """Run the backward of a scaled loss."""
+        checked, self._checked = self._checked, None
+        with self.forward.backward(), contextlib.nullcontext() if self.steps is None else self.steps.scaled_backward():
+            if checked is None:
+                run()
+            else:
+                run_checked(run, checked, self.module)
+
+    # -- step ----------------------------------------------------------------------------------------------------------
+
+    def step(
+        self, steps: OptimizerSteps, optimizer: Optimizer, closure: Callable[[], Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Step or skip, in the order of `docs/design.md`, and return the output.
+
+        The closure computes loss and gradients. It is Lightning's, or in manual optimization the user's.
+        """
+        compute = partial(self._compute, closure, optimizer)
+        update = partial(self._before_update, steps, optimizer)
+        plan = self._plan(optimizer, isinstance(closure, Closure))
+        try:
+            output, result = steps.step(optimizer, compute, update, plan, **kwargs)
+        except HalfGradientsError as error:
+            raise ValueError(f"lightning_amp: {_refusals.half_in_a_step(self.module) or error}.") from error
+        if self.protection.active:
+            self.protection.observe(optimizer, result)
+        if self._may_turn_half:
+            self._may_turn_half = False
+            if found := _refusals.half_in_a_step(self.module):
+                _messages.warn(f"lightning_amp: {found}.")
+        if self._automatic:
+            steps.end_round()
+        return output
+
+    def _plan(self, optimizer: Optimizer, in_closure: bool) -> StepPlan:
+        fold, max_norm = self.fold_plan.current().fold()
+        protection = self.protection
+        if not protection.active:  # a step with nothing to protect does not read the flag
+            return StepPlan(fold, max_norm, in_closure=in_closure)
+        return StepPlan(fold, max_norm, protection.host_must_know(optimizer), protection.asks_for_loss, in_closure)
+
+    def _compute(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
+        if self._automatic:  # Lightning's closure itself enters the context of `training_step`
+            output = closure()
+        else:
+            with self._plugin.forward_context():
+                output = closure()
+        if self.protection.active:
+            self.protection.before_step(optimizer)
+        return output
+
+    def _before_update(self, steps: OptimizerSteps, optimizer: Optimizer) -> None:
+        """Show the true gradients to all hooks, and clip them."""
+        plan = self.fold_plan.current()
+        if plan.somebody_looks:
+            _lightning.run_hook(self.module, "on_before_optimizer_step", optimizer)
+            steps.check_again(optimizer)
+        if plan.own_clipping:
+            steps.state(optimizer).keep_found(infinities_only=True)
+        _lightning.run_clipping(self._plugin, self.module, optimizer)
+        if plan.own_clipping:
+            steps.check_again(optimizer)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def finish(self, log: RecordLog) -> None:
+        """Read the last records, and warn of lost steps and of settings that had no effect.
+
+        An error here must not hide the exception that ended the run.
+        """
+        interrupted = self.module.trainer.interrupted
+        with contextlib.suppress(*([Exception] if interrupted else [])):
+            if self.steps is not None:
+                self.steps.end_round()
+            log.flush()
+            if not interrupted:
+                if self.steps is not None:
+                    self.steps.release()
+                self._warn_of_lost_steps(log)
+                self.forward.finish()
+
+    def _warn_of_lost_steps(self, log: RecordLog) -> None:
+        """Say how many steps were skipped, beyond those that lowered the scale, unless a locator has explained them."""
+        if self.fitting and log.num_lost and not any(s.cause is not None for s in log.subscriptions):
+            _messages.info(
+                f"lightning_amp: {counted(log.num_lost, 'optimizer step')} of {log.num_attempted:,} changed nothing,"
+                " because the loss or a gradient was not finite. Attach `OverflowLocator()`: it names the layer, or the"
+                " data, and what helps."
+            )
+
+    def detach(self) -> None:
+        """Restore the user's objects."""
+        self._undo.close()

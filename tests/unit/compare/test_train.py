@@ -1,0 +1,224 @@
+"""An arm has the values of a run by hand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.plugins import MixedPrecision
+from zoo.compared import FailsInFp16, Sea, Waves, by_hand, here, not_a_module, raises, spec
+
+from lightning_amp import AmpPrecision, MetricComparison, ScaleMonitor
+from lightning_amp.compare import Margin
+from lightning_amp.compare._train import train
+
+PLUGINS: dict[str, tuple[Any, Any]] = {
+    "fp32": ("fp32", lambda: AmpPrecision("fp32")),
+    "bf16": ("bf16", lambda: AmpPrecision("bf16")),
+    "fp16": ("fp16", lambda: AmpPrecision("fp16")),
+    "arguments": (
+        {"precision": "fp16", "fp32_modules": ["net.0"], "scaler": 256.0},
+        lambda: AmpPrecision("fp16", fp32_modules=["net.0"], scaler=256.0),
+    ),
+    "Lightning's own": (MixedPrecision("bf16-mixed", "cpu"), lambda: MixedPrecision("bf16-mixed", "cpu")),
+}
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_its_values_are_those_of_a_run_by_hand_bit_for_bit(name: str, tmp_path: Path) -> None:
+    source, plugin = PLUGINS[name]
+    run = here(spec(tmp_path, source))
+    trainer = by_hand(plugin())
+    assert run.error is None
+    assert {n: [p.value for p in points] for n, points in run.curves.items()} == trainer.notes
+    assert set(run.curves) == {"distance", "val_loss", "thing"}
+    assert [p.step for p in run.curves["val_loss"]] == [12, 24]
+    if isinstance(trainer.precision_plugin, AmpPrecision):
+        assert (run.num_steps, run.num_skipped) == (
+            trainer.precision_plugin.num_steps,
+            trainer.precision_plugin.num_skipped,
+        )
+    assert run.num_steps + run.num_skipped == 24
+
+
+def test_another_seed_is_another_run(tmp_path: Path) -> None:
+    run = here(spec(tmp_path))
+    assert [p.value for p in run.curves["val_loss"]] != by_hand(AmpPrecision("fp32"), seed=4).notes["val_loss"]
+
+
+def test_the_control_is_the_reference_but_for_its_last_bits(tmp_path: Path) -> None:
+    own, moved = here(spec(tmp_path)), here(spec(tmp_path, moved=True))
+    assert own.curves != moved.curves
+    for name in ("val_loss", "distance"):
+        ours, theirs = own.curves[name][-1].value, moved.curves[name][-1].value
+        assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_what_is_measured(tmp_path: Path) -> None:
+    run = here(spec(tmp_path, "fp16", max_epochs=4))
+    assert run.precision == "fp16"
+    assert run.device.startswith("cpu (")
+    assert run.versions["torch"] == torch.__version__
+    assert run.directions == {"distance": "min"}
+    assert 1 <= len(run.step_s) == len(run.samples_per_s) == len(run.timed_steps)
+    assert set(run.timed_steps) < set(range(48))
+    assert all(8 / s == pytest.approx(v) for s, v in zip(run.step_s, run.samples_per_s, strict=True))
+    weights = sum(p.numel() for p in Waves().parameters()) * 4
+    assert run.memory_of == "tensors"
+    assert run.peak_memory_bytes is not None
+    assert 4 * weights < run.peak_memory_bytes < 40 * weights  # weights, gradients, two moments, and what a batch needs
+    assert run.matmul_flops == {"float16": 1.0}
+    amp, fp32 = run.same_weights["val_loss"]
+    assert amp == run.curves["val_loss"][-1].value
+    assert 0 < abs(amp - fp32) < 0.05
+    assert [r.skipped for r in run.scale].count(True) == run.num_skipped > 0
+    assert 40 <= len(run.loss) <= 48
+    times = [p.train_s for p in run.curves["val_loss"]]
+    assert 0 < times[0] < times[-1] <= run.train_s < run.total_s
+    assert here(spec(tmp_path, "bf16")).scale == ()
+
+
+def test_the_users_own_monitors_are_taken(tmp_path: Path) -> None:
+    own = [ScaleMonitor(log_every_n_steps=5), MetricComparison(limit_batches=1)]
+    run = here(spec(tmp_path, "bf16", callbacks=own))
+    assert run.error is None
+    assert run.same_weights["val_loss"][0] != run.curves["val_loss"][-1].value  # over one batch of two
+    assert run.num_steps == 24
+
+
+def test_a_single_callback(tmp_path: Path) -> None:
+    run = here(spec(tmp_path, callbacks=EarlyStopping("val_loss", patience=0, min_delta=100.0), max_epochs=9))
+    assert run.error is None
+    assert len(run.curves["val_loss"]) == 2
+
+
+def test_a_failure_is_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = here(spec(tmp_path, "fp16", FailsInFp16))
+    assert run.error == "ArithmeticError: no fp16 here | really\nnot"
+    assert "on_train_batch_start" in capsys.readouterr().err  # the traceback is in its log
+    assert here(spec(tmp_path, "fp32", FailsInFp16)).error is None
+    assert here(spec(tmp_path, module=raises)).error == "RuntimeError: no module today"
+    assert "must return a LightningModule; it returned int" in here(spec(tmp_path, module=not_a_module)).error
+    assert "must return a LightningDataModule; it returned int" in here(spec(tmp_path, data=not_a_module)).error
+
+
+class Interrupted(Waves):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_has_not_finished(tmp_path: Path) -> None:
+    """Lightning ends such a run with `SystemExit`, as if training was done."""
+    run = here(spec(tmp_path, module=Interrupted))
+    assert run.error is not None
+    assert not run.finished
+
+
+class Quits(Waves):
+    def on_train_epoch_end(self) -> None:
+        raise SystemExit(0)
+
+
+def test_a_run_that_exits_has_not_finished(tmp_path: Path) -> None:
+    assert here(spec(tmp_path, module=Quits)).error == "the run ended by `sys.exit(0)`"
+
+
+SEEN: list[float] = []
+
+
+class Remembers(Waves):
+    """Keeps the batches that it saw in a global list, which copies of the module share."""
+
+    def on_validation_epoch_start(self) -> None:
+        SEEN.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        SEEN.append(float(batch[0].sum()))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("seen", float(len(SEEN)))
+
+
+def test_what_lies_outside_of_the_module_is_as_by_hand(tmp_path: Path) -> None:
+    run = here(spec(tmp_path, "bf16", Remembers))
+    assert {n: [p.value for p in points] for n, points in run.curves.items()} == by_hand(
+        AmpPrecision("bf16"), Remembers
+    ).notes
+    assert [p.value for p in run.curves["seen"]] == [2.0, 2.0]
+    assert run.last_validation == 24
+    assert run.same_weights["val_loss"][0] == run.curves["val_loss"][-1].value
+
+
+class Silent(Waves):
+    validation_step = L.LightningModule.validation_step  # pyright: ignore[reportAssignmentType]
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+def test_without_validation_there_are_times(tmp_path: Path) -> None:
+    run = here(spec(tmp_path, module=Silent))
+    assert run.error is None
+    assert run.curves == {}
+    assert run.step_s
+
+
+def test_what_a_run_writes_goes_into_its_folder(tmp_path: Path, in_tmp_path: Path) -> None:
+    assert train(spec(tmp_path / "work", logger=True, enable_checkpointing=True), tmp_path, 0.0).error is None
+    assert {p.name for p in tmp_path.iterdir()} == {"work", "progress.json"}
+    assert list((tmp_path / "work").rglob("*.ckpt"))
+
+
+class Built(Waves):
+    """Makes its layers late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = torch.nn.Sequential(torch.nn.Linear(8, 1))
+
+
+def test_weights_that_are_made_late_are_moved_too(tmp_path: Path) -> None:
+    own, moved = here(spec(tmp_path, module=Built)), here(spec(tmp_path, module=Built, moved=True))
+    assert own.error is moved.error is None
+    assert own.curves != moved.curves
+
+
+class Streams(Sea):
+    """Batches without a length, in a structure of the user's own."""
+
+    def train_dataloader(self) -> Any:
+        return ([row[0][None].repeat(4, 1), row[1][None].repeat(4, 1)] for row in self.data)
+
+
+def test_data_without_a_length(tmp_path: Path) -> None:
+    run = here(spec(tmp_path, data=Streams, max_epochs=1, limit_train_batches=20))
+    assert run.error is None
+    assert len(run.samples_per_s) == len(run.step_s) > 0
+
+
+@pytest.mark.parametrize(
+    ("margins", "says"),
+    [
+        (
+            {"val_los": Margin(0.1)},
+            r"got 'val_los'; it logs `distance`, `val_loss`, `thing`. Did you mean 'val_loss'\?",
+        ),
+        ({"val_loss": Margin(0.1), "thing": Margin(0.1)}, r"which way 'thing' is better.*\(\"min\", 0.1\)"),
+        ({"val_loss": Margin(0.1), "thing": Margin(0.1, "max")}, ""),
+    ],
+)
+def test_margins_are_checked_at_the_first_validation(margins: Any, says: str, tmp_path: Path) -> None:
+    run = here(replace(spec(tmp_path, max_epochs=2), margins=margins))
+    assert re.search(says, run.refused)
+    assert run.finished == (not says)
+    assert run.num_steps == (12 if says else 24)

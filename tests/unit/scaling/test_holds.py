@@ -1,0 +1,184 @@
+"""Calls are held if all steps since the last call that ran were skipped. What the device knows is decided later."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from support import CountReads
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+from lightning_amp.scaling import ScaledSteps, Skip
+from lightning_amp.scaling._holds import Hold
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def update(self) -> None:
+        self.updates += 1
+
+
+def flag(skipped: bool, on_device: bool = True) -> Skip:
+    return Skip(torch.tensor(float(skipped))) if on_device else Skip.YES if skipped else Skip.NO
+
+
+@pytest.mark.parametrize("on_device", list(itertools.product([False, True], repeat=3)))
+@pytest.mark.parametrize("skipped", list(itertools.product([False, True], repeat=3)))
+def test_one_applied_step_is_enough(skipped: tuple[bool, ...], on_device: tuple[bool, ...]) -> None:
+    counter = Counter()
+    hold = Hold(counter, ["update"])
+    with CountReads() as reads:
+        for skip, where in zip(skipped, on_device, strict=True):
+            hold.observe(None, flag(skip, where))
+    assert reads.count == 0
+    counter.update()
+    assert counter.updates == (not all(skipped))
+    counter.update()  # it is held until a step is applied; a call after no step runs
+    assert counter.updates == (0 if all(skipped) else 2)
+    hold.observe(None, flag(False))
+    counter.update()
+    assert counter.updates == (1 if all(skipped) else 3)
+
+
+def test_what_happens_instead() -> None:
+    counter = Counter()
+    hold = Hold(counter, ["update"], lambda call: (call.__self__, call()))
+    hold.observe(None, Skip.YES)
+    assert counter.update() == (counter, None)
+    assert counter.updates == 1
+
+
+class Schedule:
+    """A held schedule. Its first rate is 1."""
+
+    def __init__(self) -> None:
+        self.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        self.scheduler = ExponentialLR(self.optimizer, 0.5)
+        self.optimizer.step()  # torch warns of a schedule that moves before any step
+        self.hold = Hold(self.scheduler, ["step"])
+
+    def step(self, *skips: Skip) -> float:
+        """Attempt steps, then step the schedule. Return the rate as a callback would read it."""
+        for skip in skips:
+            self.hold.observe(self.optimizer, skip)
+        self.scheduler.step()
+        return self.rate
+
+    @property
+    def rate(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+
+def test_a_schedule_is_held_if_all_steps_were_skipped() -> None:
+    schedule = Schedule()
+    assert schedule.step(Skip.YES) == 1.0
+    assert schedule.step(Skip.YES, Skip.YES) == 1.0
+    assert schedule.step(Skip.YES, flag(True), Skip.NO) == 0.5
+    assert schedule.step() == 0.25  # once per epoch: without a step in between nothing is held
+    assert schedule.scheduler.last_epoch == 2
+
+
+def test_steps_of_other_optimizers_do_not_count() -> None:
+    schedule = Schedule()
+    schedule.hold.observe(Schedule().optimizer, Skip.YES)
+    assert schedule.step() == 0.5
+
+
+READERS = {
+    "resolve": lambda schedule: schedule.hold.resolve(),
+    "get_last_lr": lambda schedule: schedule.scheduler.get_last_lr(),
+    "state_dict": lambda schedule: schedule.scheduler.state_dict(),
+    "optimizer.state_dict": lambda schedule: schedule.optimizer.state_dict(),
+    "copy": lambda schedule: copy.copy(schedule.scheduler),
+    "close": lambda schedule: schedule.hold.close(),
+}
+
+
+@pytest.mark.parametrize(("skipped", "expected"), [(True, 1.0), (False, 0.5)])
+@pytest.mark.parametrize("reader", READERS)
+def test_what_the_device_knows_is_decided_when_code_reads_the_rate(reader: str, skipped: bool, expected: float) -> None:
+    schedule = Schedule()
+    with CountReads() as reads:
+        assert schedule.step(flag(True), flag(skipped)) == 1.0
+    assert reads.count == 0
+    READERS[reader](schedule)
+    assert schedule.rate == expected
+
+
+def test_two_steps_of_the_schedule_in_a_row_are_both_decided() -> None:
+    schedule = Schedule()
+    schedule.step(flag(False))
+    schedule.hold.resolve()
+    assert schedule.step(flag(False)) == 0.5
+    schedule.hold.resolve()
+    assert schedule.rate == 0.25
+
+
+class Doubled(ExponentialLR):
+    """A class that somebody else gives the scheduler."""
+
+    def step(self, epoch: Any = None) -> None:
+        super().step()
+        super().step()
+
+
+@pytest.mark.parametrize("derives", [False, True])
+def test_a_class_that_somebody_else_gives_a_scheduler_stays(derives: bool) -> None:
+    schedule = Schedule()
+    schedule.step(flag(False))  # on a device, so not decided yet
+    theirs = type("Theirs", (type(schedule.scheduler),), {}) if derives else Doubled
+    schedule.scheduler.__class__ = theirs
+    schedule.hold.close()
+    assert type(schedule.scheduler) is theirs
+    assert schedule.rate == 0.5  # the step that was noted
+    assert schedule.step() == (0.25 if derives else 0.125)
+
+
+def test_a_closed_hold_leaves_nothing() -> None:
+    schedule = Schedule()
+    schedule.hold.close()
+    assert type(schedule.scheduler) is ExponentialLR
+    assert not schedule.optimizer._optimizer_state_dict_pre_hooks
+    assert schedule.step() == 0.5
+
+
+class WithSlots:
+    __slots__ = ("updates",)
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def update(self) -> None:
+        self.updates += 1
+
+
+class WithAState:
+    """Its attributes alone cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.updates, self.hook = 0, lambda: None
+
+    def update(self) -> None:
+        self.updates += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"updates": self.updates}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.updates = state["updates"]
+
+
+@pytest.mark.parametrize("kind", [WithSlots, WithAState])
+def test_any_average_can_be_guarded_copied_and_pickled(kind: Any) -> None:
+    average = ScaledSteps().guard(kind(), "update")
+    average.update()
+    for other in (copy.copy(average), copy.deepcopy(average), pickle.loads(pickle.dumps(average))):
+        assert type(other) is kind
+        assert other.updates == 1
