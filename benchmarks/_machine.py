@@ -11,7 +11,7 @@ import torch
 from typing_extensions import final
 
 import lightning_amp
-from lightning_amp.advice._examine_machine import device_name
+from lightning_amp.advice._machine import device_name
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"

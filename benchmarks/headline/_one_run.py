@@ -27,7 +27,7 @@ from benchmarks.headline._measure import TINY, Lengths, Measure
 from benchmarks.headline._plan import Run
 from benchmarks.headline._records import Outcome
 from benchmarks.headline.models import MODELS, Workload
-from lightning_amp.advice._examine_machine import device_name
+from lightning_amp.advice._machine import device_name
 from lightning_amp.casting import MatmulFlops
 from lightning_amp.shadow import in_one_line, is_out_of_memory
 

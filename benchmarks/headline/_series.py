@@ -19,7 +19,7 @@ from benchmarks.headline._plan import Run
 from benchmarks.headline._records import FINAL, Outcome, Record, append, read
 from benchmarks.headline.models import MODELS
 from lightning_amp._text import counted
-from lightning_amp.advice._examine_machine import support_of
+from lightning_amp.advice._machine import support_of
 
 
 @final

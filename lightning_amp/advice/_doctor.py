@@ -4,20 +4,46 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_amp._arguments import require
-from lightning_amp.advice._examine_machine import examine
-from lightning_amp.advice._examine_step import examine_step
+from lightning_amp.advice._fused import fuse_optimizers
+from lightning_amp.advice._machine import Machine, compare, examine, product_of, timed
+from lightning_amp.advice._race import Contestant, Track, race
 from lightning_amp.advice._report import DoctorReport
+from lightning_amp.advice._step import (
+    AS_IT_IS,
+    CHANNELS_LAST,
+    FUSED,
+    IN_FP32,
+    Memory,
+    Step,
+    Unaligned,
+)
+from lightning_amp.advice._watch import Watch
+from lightning_amp.advice.findings import unaligned_products
 from lightning_amp.casting import Choice, our_name
 from lightning_amp.compare import Spec, check_trainer_names, parse_arms
-from lightning_amp.shadow import device_of_trainer, require_unsharded, unnoticed
+from lightning_amp.measure import DATA, OPTIMIZER
+from lightning_amp.precision import AmpPrecision
+from lightning_amp.shadow import (
+    Batches,
+    device_of_trainer,
+    own_data,
+    own_module,
+    private_trainer,
+    require_unsharded,
+    run_private_fit,
+    unnoticed,
+)
+from lightning_amp.tracing import RandomState, paired_random
 
 
 def doctor(
@@ -41,16 +67,16 @@ def doctor(
         print(report)
         print(report.findings[0].code, report.findings[0].action)
 
-    The machine part times matrix products of several sizes and 3x3 convolutions in each precision, in turns. It reports
-    which precisions are native, emulated or missing, whether TF32 is on, and known faults of the installed versions. It
-    recommends a precision, or says "undecided".
+    The machine part times matrix products of several sizes in each precision, in turns. It reports which precisions are
+    native, emulated or missing, whether TF32 is on, and known faults of the installed versions. It recommends a
+    precision, or says "undecided".
 
     The module part trains a copy of the module for some steps, in this process, by a Trainer of its own. One step is
     recorded operation by operation, and others are timed. Then steps are timed in turns, each with one setting changed
-    (fp32, `fused=True`, channels_last, without `fp32_modules`, a larger batch), so every piece of advice was tried.
-    Nothing is written. The module, the random generators and the settings of the process do not change. One device
-    is examined, whatever the strategy. Code compiled by `torch.compile` is timed compiled and recorded eagerly. If a
-    step takes too long for several rounds, the report is made from one run of each precision.
+    (fp32, `fused=True`, channels_last). Advice that was not tried says so. Nothing is written.
+    The module, the random generators and the settings of the process do not change. One device is examined, whatever
+    the strategy. Code compiled by `torch.compile` is timed compiled and recorded eagerly. If a step takes too long for
+    several rounds, the report is made from one run of each precision.
 
     Args:
         make_module: Returns the LightningModule: its class, or a function without arguments. It need not be new.
@@ -70,7 +96,7 @@ def doctor(
         Exception: Any exception of the user's own code.
 
     Cost: 5 to 30 s for the machine. For a module, at most a minute in addition to its own steps (about 150). Each
-    variant needs a copy of the module, up to six in all, and only the one that trains is on the device. A variant that
+    variant needs a copy of the module, up to four in all, and only the one that trains is on the device. A variant that
     does not fit into memory is left out, and the report mentions it.
 
     """
@@ -88,16 +114,112 @@ def doctor(
         require(factory is None or (callable(factory) and not made), name, rule, factory, "Write `lambda: ...`.")
     arm = _arm(precision)
     where = _device(device, kwargs)
-    name = _name(arm.source, where)
+    given = our_name(arm.source.get("precision", "auto") if isinstance(arm.source, Mapping) else arm.source.precision)
     with unnoticed(where), progress() as say:
         if make_module is not None:
             require_unsharded(make_module, "doctor")
-        say(f"timing products and convolutions on {where}")
+        say(f"timing products on {where}")
         machine = examine(where, short=make_module is not None)
         if make_module is None:
-            return DoctorReport(machine, None, name)
-        step = examine_step(make_module, make_data, arm, machine, where, kwargs, say)
-        return DoctorReport(machine, step, step.precision)
+            return DoctorReport(machine, None, Choice.pick(where)[0].name if given == "auto" else given)
+        return DoctorReport(machine, _examine_step(make_module, make_data, arm, machine, where, kwargs, say))
+
+
+def _examine_step(
+    make_module: Callable[[], LightningModule],
+    make_data: Callable[[], LightningDataModule] | None,
+    arm: Spec,
+    machine: Machine,
+    device: torch.device,
+    trainer_kwargs: Mapping[str, Any],
+    say: Callable[[str], None],
+) -> Step:
+    """Watch a fit, time variants of its step, and return the record; `say` is called with the progress."""
+    start = RandomState.capture(device.type)
+
+    def own() -> LightningModule:
+        with paired_random(device.type, start):  # a factory may choose the depth of its network at random
+            return own_module(make_module)
+
+    with ExitStack() as stack:
+        data = stack.enter_context(own_data(make_data)) if make_data is not None else None
+        module, plugin, watch = own(), arm.plugin(), Watch(device, __file__)
+        say("training some steps")
+        step = _watched_fit(watch, private_trainer(device, plugin, [watch], trainer_kwargs), module, data)
+        step = replace(step, plugin=arm.description, alignment=16 if step.precision == "fp8" else 8)
+        if not step.parts:  # the loss scale does not settle: no time means anything
+            return step
+        contestants = list(_contestants(step, module, plugin, arm, own))
+        kwargs = {**trainer_kwargs, "accumulate_grad_batches": 1} if module.automatic_optimization else trainer_kwargs
+        track = Track(device, kwargs, Batches(watch.batches, watch.loader), data)
+        known_s = sum(seconds for part, seconds in step.parts.items() if part != DATA)
+        variants = race(contestants, track, known_s=known_s, say=say)
+    fp32 = next((contestant.record for contestant in contestants if contestant.label == IN_FP32), None)
+    return replace(
+        step,
+        fp32_recorded=fp32.recorded if fp32 else None,
+        fp32_memory=_with_states_of(fp32.memory, step.memory) if fp32 else None,
+        unaligned=tuple(_with_padding(step, device)),
+        variants=variants,
+        notes=tuple(f"{variant.label}: {variant.error}" for variant in variants if variant.error),
+    )
+
+
+def _watched_fit(watch: Watch, trainer: Any, module: LightningModule, data: LightningDataModule | None) -> Step:
+    """Train for some steps, and return their record.
+
+    Raises:
+        ValueError: If there were too few batches.
+
+    """
+    no_batch = "The training loader gave no batch. Check its dataset, `limit_train_batches` and `drop_last`."
+    try:
+        run_private_fit(trainer, module, data)
+    except Exception as error:
+        if not watch.batches and trainer.num_training_batches == 0:  # such as a schedule over zero steps
+            raise ValueError(no_batch) from error
+        raise
+    if watch.step is None:
+        raise ValueError("Training stopped by itself before a step could be recorded." if watch.batches else no_batch)
+    return watch.step
+
+
+def _contestants(
+    step: Step, module: LightningModule, plugin: Any, arm: Spec, own: Callable[[], LightningModule]
+) -> Iterator[Contestant]:
+    """Yield the unchanged step, the step in fp32, and the step with each change that may help."""
+    yield Contestant(AS_IT_IS, lambda: (module, plugin), made=(module, plugin))
+    if step.precision != "fp32":
+        yield Contestant(IN_FP32, lambda: (own(), AmpPrecision("fp32")), is_watched=True)
+    if any(optimizer.can_fuse for optimizer in step.optimizers) and step.share(OPTIMIZER) > 0.03:
+        yield Contestant(FUSED, lambda: (fuse_optimizers(own()), arm.plugin()))
+    recorded, layout = step.recorded, {"memory_format": torch.channels_last}
+    if recorded.convolution_flops > 0.1 * recorded.forward_flops and not recorded.channels_last:
+        yield Contestant(CHANNELS_LAST, lambda: (own().to(**layout), arm.plugin()))  # type: ignore[call-overload]
+
+
+def _with_padding(step: Step, device: torch.device) -> Iterator[Unaligned]:
+    """Yield the products whose sizes are not aligned, the largest ones timed with padding.
+
+    In fp8, products of other sizes do not run in fp8 at all, so there is no time to compare with.
+    """
+    for number, (found, dtype, count) in enumerate(unaligned_products(step)):
+        if number >= _MOST_PADDED or step.precision == "fp8":
+            yield found
+            continue
+        name = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+        calls = {str(sizes): product_of(name, sizes, device) for sizes in (found.sizes, found.padded)}
+        own_s, padded_s = timed(calls, _PADDING_S).values()
+        speed = compare(padded_s, own_s)
+        yield replace(found, padded_speed=speed, saved_s=count * (median(own_s) - median(padded_s)))
+
+
+_MOST_PADDED, _PADDING_S = 4, 0.2
+
+
+def _with_states_of(full: Memory, own: Memory) -> Memory:
+    """Return the memory in fp32, with the optimizer states of the other run: LBFGS keeps more with each step."""
+    return replace(full, states=own.states, peak=full.peak - full.states + own.states)
 
 
 def _arm(precision: Any) -> Spec:
@@ -111,42 +233,23 @@ def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> tor
     if device is None:
         return device_of_trainer(kwargs)
     try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"`device` must be a device such as 'cpu' or 'cuda:0', got {device!r}.") from error
-    if found.type == "cpu":
-        return found
-    here = torch.accelerator.current_accelerator(True)
-    if here is None or here.type != found.type:
-        name = found.type.upper()
-        raise ValueError(f"`device` is {device!r}, and there is no {name} device here. Pass 'cpu', or nothing.")
-    return found if ":" in str(found) else torch.device(found.type, torch.accelerator.current_device_index())
-
-
-def _name(source: Any, device: torch.device) -> str:
-    """Return our name for a precision, which may be given as a Lightning plugin."""
-    if isinstance(source, Mapping):
-        given = our_name(source.get("precision", "auto"))
-        return Choice.pick(device)[0].name if given == "auto" else given
-    return our_name(source.precision)
+        return torch.empty(0, device=device).device
+    except Exception as error:
+        rule = "a device of this machine, such as 'cpu' or 'cuda:0'"
+        raise ValueError(f"`device` must be {rule}, got {device!r} ({error}).".replace("\n", " ")) from error
 
 
 @contextmanager
 def progress() -> Generator[Callable[[str], None]]:
     """Yield a function that shows its text in one line on the terminal; erase the line at the end."""
-    stream, began_s, width = sys.stderr, time.perf_counter(), 0
+    stream, began_s = sys.stderr, time.perf_counter()
 
     def say(text: str) -> None:
-        nonlocal width
         if stream is not None and stream.isatty():
-            line = f"doctor: {text} ({time.perf_counter() - began_s:.0f} s)"[:79]
-            stream.write(f"\r{line:<{width}}")
+            stream.write("\r\033[K" + (text and f"doctor: {text} ({time.perf_counter() - began_s:.0f} s)"[:79]))
             stream.flush()
-            width = len(line)
 
     try:
         yield say
     finally:
-        if width:
-            stream.write(f"\r{'':<{width}}\r")
-            stream.flush()
+        say("")

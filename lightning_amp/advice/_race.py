@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -15,21 +13,22 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from typing_extensions import final, override
 
 from lightning_amp._text import counted
-from lightning_amp.advice._gains import compare
-from lightning_amp.advice._record import Label, Step, Variant
+from lightning_amp.advice._machine import compare
+from lightning_amp.advice._step import Label, Step, Variant
 from lightning_amp.advice._watch import MOST_SETTLING, Watch, is_settling
 from lightning_amp.measure import StepTimer
-from lightning_amp.shadow import copy_batch, is_out_of_memory, private_trainer, run_private_fit
+from lightning_amp.shadow import Batches, giving, is_out_of_memory, private_trainer, run_private_fit
 
 _ROUNDS = (3, 9, 18)
-"""The least number of rounds, the number after which a race ends if all claims are decided, and the largest number."""
+"""The least number of rounds, the number after which a race ends if all claims are decided, and the largest number.
+
+A step that takes a large part of the budget runs in fewer rounds.
+"""
 _LAPS = 4
 _FEW = 3
+"""Number of contestants that take part where steps are long."""
 _BUDGET_S = 18.0
-"""Seconds for all rounds.
-
-The least number of rounds may take longer, unless a single step already takes a large part of this time.
-"""
+"""Seconds for all rounds."""
 
 
 @final
@@ -39,7 +38,7 @@ class Laps(Callback):
     `num_before` steps come first, or more if the loss scale is still settling. `step_s` has the seconds of each step.
     """
 
-    def __init__(self, device: torch.device, num_laps: int, num_before: int = 1) -> None:
+    def __init__(self, device: torch.device, num_laps: int, num_before: int) -> None:
         self._timer, self._num_laps, self._before = StepTimer(device), num_laps, num_before
         self._num_batches = 0
         self.step_s: list[float] = []
@@ -66,54 +65,13 @@ class Laps(Callback):
 
 
 @final
-class Batches:
-    """A loader without end that repeats copies of some batches of the user's `loader`.
-
-    It has the attributes of that loader, because modules may read them (`dataset`, `batch_size`).
-    """
-
-    def __init__(self, batches: Sequence[Any], loader: Any = None) -> None:
-        self._batches, self._loader = list(batches), loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return (copy_batch(batch) for batch in itertools.cycle(self._batches))
-
-    def __len__(self) -> int:
-        return 10_000
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_loader" not in vars(self):
-            raise AttributeError(name)
-        return getattr(vars(self)["_loader"], name)
-
-
-@contextmanager
-def giving(data: LightningDataModule | None, loader: Batches) -> Generator[Any]:
-    """Make a data module return this loader and prepare nothing; yield the arguments of `Trainer.fit`."""
-    if data is None:
-        yield {"train_dataloaders": loader}
-        return
-
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
-    own: dict[str, Any] = dict.fromkeys(("prepare_data", "setup", "teardown"), nothing)
-    before = dict(vars(data))
-    vars(data).update(own, train_dataloader=lambda: loader)
-    try:
-        yield {"data": data}
-    finally:
-        vars(data).clear()
-        vars(data).update(before)
-
-
-@final
 @dataclass(frozen=True)
 class Track:
-    """The setting that all contestants share: the device, the user's Trainer arguments, and the data module, if any."""
+    """The device, Trainer arguments, batches, and data module (if there is one) of all contestants."""
 
     device: torch.device
     trainer_kwargs: Mapping[str, Any]
+    batches: Batches
     data_module: LightningDataModule | None = None
 
 
@@ -132,7 +90,6 @@ class Contestant:
 
     label: Label
     make: Callable[[], tuple[LightningModule, Any]]
-    batches: Batches
     is_watched: bool = False
     made: tuple[LightningModule, Any] | None = None
     step_s: list[float] = field(default_factory=list)
@@ -143,6 +100,7 @@ class Contestant:
         """Train for some steps, and note how long they took. Do nothing if an earlier round failed."""
         if self.error:
             return
+        is_new = self.made is None and not self.is_watched
         try:
             if self.made is None:
                 self.made = self.make()
@@ -150,10 +108,10 @@ class Contestant:
                     watch = Watch(track.device, __file__, timed=False)
                     self._fit(self.made, watch, track)
                     self.record = watch.step
-            timed = Laps(track.device, laps, num_before=3 if laps > 1 and not self.step_s else 1)
+            num_before = int(is_new) if laps == 1 else 1 if self.step_s else 3
+            timed = Laps(track.device, laps, num_before)
             self._fit(self.made, timed, track)
-            if timed.step_s:
-                self.step_s.append(median(timed.step_s))
+            self.step_s.extend([median(timed.step_s)] if timed.step_s else [])
         except Exception as error:
             text = "there was not enough memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             self.error = text.partition("\n")[0][:300]
@@ -163,7 +121,7 @@ class Contestant:
     def _fit(self, made: tuple[LightningModule, Any], callback: Callback, track: Track) -> None:
         module, plugin = made
         trainer = private_trainer(track.device, plugin, [callback], track.trainer_kwargs, limit_val_batches=0)
-        with giving(track.data_module, self.batches) as source:
+        with giving(track.data_module, track.batches) as source:
             run_private_fit(trainer, module, **source)
 
     def result(self) -> Variant:
@@ -183,43 +141,25 @@ def race(
     Args:
         contestants: The first one is the reference. Where steps are long, only the first ones take part.
         track: Where they run.
-        known_s: Seconds of a step of the reference, as timed before. If the least number of rounds would exceed the
-            budget, this is the reference's only time, and the second contestant runs once.
+        known_s: Seconds of a step of the reference, as timed before.
         say: Called with the progress.
 
     """
-    if known_s * 2 * _ROUNDS[0] > _BUDGET_S:
-        return _one_run_of_each(contestants, track, known_s)
-    reference, taking_part = contestants[0], list(contestants)
-    laps, began = _LAPS, time.perf_counter()
-    if known_s * _LAPS * _ROUNDS[0] * len(taking_part) > _BUDGET_S:
-        taking_part, laps = taking_part[:_FEW], 1
+    reference, began = contestants[0], time.perf_counter()
+    is_long = known_s * _LAPS * _ROUNDS[0] * len(contestants) > _BUDGET_S
     for number in range(_ROUNDS[2]):
         elapsed = time.perf_counter() - began
-        if number == 1 and elapsed * _ROUNDS[0] > _BUDGET_S:
-            taking_part, laps = taking_part[:_FEW], 1
-        if number >= _ROUNDS[0] and elapsed * (number + 1) / number > _BUDGET_S:
+        is_long = is_long or (number == 1 and elapsed * _ROUNDS[0] > _BUDGET_S)
+        if number and elapsed * (number + 1) / number > _BUDGET_S * (2 if number < _ROUNDS[0] else 1):
             break
-        if number == _ROUNDS[1] and not any(_is_open(contestant, reference) for contestant in taking_part):
+        if number == _ROUNDS[1] and not any(_is_open(contestant, reference) for contestant in contestants):
             break
         most = _ROUNDS[1 if number < _ROUNDS[1] else 2]
+        taking_part = contestants[:_FEW] if is_long else contestants
         say(f"round {number + 1} of {most} at most, {counted(len(taking_part), 'variant')}")
         for contestant in taking_part if number % 2 == 0 else taking_part[::-1]:
-            contestant.round(track, laps)
+            contestant.round(track, 1 if is_long else _LAPS)
     return tuple(contestant.result() for contestant in contestants)
-
-
-def _one_run_of_each(contestants: Sequence[Contestant], track: Track, known_s: float) -> tuple[Variant, ...]:
-    """Time the second contestant once, and keep the known time of the first."""
-    reference, *others = contestants
-    for contestant in others[:1]:
-        contestant.round(track, 1)
-    left_out = f"left out, since a step takes {known_s:.3g} s"
-    return (
-        Variant(reference.label, (known_s,)),
-        *(contestant.result() for contestant in others[:1]),
-        *(Variant(contestant.label, (), left_out) for contestant in others[1:]),
-    )
 
 
 def _is_open(contestant: Contestant, reference: Contestant) -> bool:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,19 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
+from lightning_amp._containers import tensors_in
 from lightning_amp.advice import _aten
-from lightning_amp.advice._record import Allocation, Loss, Operation, Recording, Wait
-from lightning_amp.measure import BACKWARD, FORWARD, DeviceClock, flop_formulas, multiplied_dtype
+from lightning_amp.advice._step import Allocation, Loss, Memory, Operation, Recording, Wait
+from lightning_amp.measure import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    DeviceClock,
+    flop_formulas,
+    has_storage,
+    multiplied_dtype,
+    num_bytes,
+)
 from lightning_amp.tracing import called_by_optimizer, running_place, user_place
 
 _READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"}
@@ -279,3 +290,41 @@ def _tensors(out: Any) -> Iterable[Tensor]:
     if isinstance(out, (tuple, list)):
         return [tensor for item in out for tensor in _tensors(item)]
     return ()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def memory_of(recorded: Recording, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Memory:
+    """Return the bytes that tensors held at the peak of the recorded step."""
+    grads = [p.grad for p in module.parameters() if p.grad is not None and has_storage(p.grad)]
+    kept = {gradient.untyped_storage().data_ptr() for gradient in grads}
+    loss_sizes = {loss.rows * loss.classes for loss in recorded.losses if loss.classes > 1}
+
+    def kind(made: Allocation) -> str:
+        if made.begin == -1 or (made.pointer in kept and made.end is None):
+            return "gradients"
+        if made.part == OPTIMIZER:
+            return "temporaries"
+        if made.numel in loss_sizes:
+            return "logits"
+        return "casts" if made.is_cast else "activations"
+
+    changes = Counter[int]()
+    for made in recorded.allocations:
+        changes[made.begin] += made.num_bytes
+        if made.end is not None:
+            changes[made.end] -= made.num_bytes
+    held = top = 0
+    peak_at = -1
+    for moment in sorted(changes):
+        held += changes[moment]
+        if held > top:
+            top, peak_at = held, moment
+    parts: dict[str, int] = dict.fromkeys(("gradients", "activations", "logits", "casts", "temporaries"), 0)
+    for made in recorded.allocations:
+        if made.begin <= peak_at and (made.end is None or made.end > peak_at):
+            parts[kind(made)] += made.num_bytes
+    weights = num_bytes(chain(module.parameters(), module.buffers()))
+    states = num_bytes(t for optimizer in optimizers for _, t in tensors_in(list(optimizer.state.values())))
+    return Memory(weights=weights, states=states, peak=weights + states + top, **parts)

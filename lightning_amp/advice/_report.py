@@ -1,24 +1,48 @@
-"""`DoctorReport`: the result of :func:`lightning_amp.doctor`."""
+"""`DoctorReport`: the result of :func:`lightning_amp.doctor`, and its page."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, is_dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from functools import cached_property
-from typing import Any
+from statistics import median
 
 from typing_extensions import final, override
 
 from lightning_amp._files import write_atomically
-from lightning_amp._plain_data import plain
-from lightning_amp.advice import _page
-from lightning_amp.advice._decision import Decision, decide
+from lightning_amp._plain_data import Table, plain
+from lightning_amp._text import counted, memory, percent, rounded
 from lightning_amp.advice._machine import Machine
-from lightning_amp.advice._record import Recording, Step
-from lightning_amp.advice.findings import Finding, all_findings, facts_of
+from lightning_amp.advice._step import AS_IT_IS, IN_FP32, Recording, Step
+from lightning_amp.advice.findings import (
+    FP32,
+    Decision,
+    Finding,
+    Severity,
+    best_speed_up,
+    decide,
+    duration,
+    findings_of,
+    in_fp32,
+    product_share,
+)
+from lightning_amp.measure import times_as_fast
 
-_FORMAT = 1
+_FORMAT = 2
+_MOST_MODULES = 6
+SIGNS: dict[Severity, str] = {"error": "✗", "warning": "!", "note": "·", "ok": "✓"}
+_MEMORY = {
+    "weights": "weights and buffers",
+    "gradients": "gradients",
+    "states": "optimizer states",
+    "activations": "activations",
+    "logits": "logits of the loss",
+    "casts": "copies in another format",
+    "temporaries": "temporaries of the optimizer",
+    "peak": "all",
+}
 
 
 @final
@@ -41,12 +65,12 @@ class DoctorReport:
 
     def __init__(self, machine: Machine, step: Step | None = None, precision: str | None = None) -> None:
         self.machine, self.step = machine, step
-        self.precision = precision or (step.precision if step is not None else machine.precision)
+        self.precision = step.precision if step is not None else precision or machine.precision
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """Return the findings, worst first; there is always one."""
-        return all_findings(self.machine, self.decision, self.step)
+        return findings_of(self.machine, self.decision, self.step)
 
     @cached_property
     def decision(self) -> Decision:
@@ -58,6 +82,25 @@ class DoctorReport:
         """Return whether a finding is a warning or an error."""
         return any(finding.is_problem for finding in self.findings)
 
+    @property
+    def title(self) -> str:
+        """Return the plugin and the device that were examined."""
+        return self.machine.device if self.step is None else f"{self.step.plugin} on {self.machine.device}"
+
+    @property
+    def headline(self) -> str:
+        """Return the speed of the step, or of matrix products, compared with fp32, and which precision to use."""
+        use, speed, step = self.decision.use, self.decision.speed, self.step
+        if step is not None:
+            advice = "" if use is None else f' Use "{use}".' if use != self.precision else f' Stay with "{use}".'
+            return f"{_measured(step)}{advice}"
+        if use is None:
+            known = f" ({in_fp32(speed)})" if speed is not None else ""
+            return f"Undecided: matrix products do not tell which precision is faster{known}. Time your own step here."
+        auto = "" if self.machine.precision == use else f' `auto` picks "{self.machine.precision}": name "{use}".'
+        why = f"its matrix products are {in_fp32(speed)}" if speed is not None and use != FP32 else _NO_FASTER
+        return f'Use "{use}" here: {why}.{auto}'
+
     @override
     def __repr__(self) -> str:
         return f"{type(self).__name__}({[finding.code for finding in self.findings]})"
@@ -67,42 +110,125 @@ class DoctorReport:
         return self.to_markdown()
 
     def to_markdown(self) -> str:
-        """Return the findings and the measurements as Markdown."""
-        return _page.to_markdown(self.findings, self.machine, self.step)
+        """Return the headline, the findings and the measurements as Markdown."""
+        lines = [
+            f"- {SIGNS[f.severity]} {f.severity} `{f.code}`: {f.message}{f' **{f.action}**' if f.action else ''}"
+            for f in self.findings
+        ]
+        return "\n\n".join([f"# {self.title}", self.headline, "\n".join(lines), *map(str, self.details())]) + "\n"
+
+    def details(self) -> Iterator[str | Table]:
+        """Yield the measurements: paragraphs of Markdown, and tables that are not laid out yet."""
+        if self.step is not None:
+            yield from _of_step(self.step, self.machine)
+        yield from _of_machine(self.machine, with_traps=self.step is None)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the findings and all measurements to a path or a URL. NaN and infinities become texts."""
+        step: dict[str, object] | None = None
+        if self.step is not None:
+            recorded = self.step.recorded
+            step = asdict(replace(self.step, recorded=Recording(()), fp32_recorded=None))
+            step["recorded"] = {
+                name: getattr(recorded, name)
+                for name in ("flops", "module_flops", "product_s", "seconds", "convolution_flops", "channels_last")
+            }
         data = plain(
             {
                 "format": _FORMAT,
                 "precision": self.precision,
+                "headline": self.headline,
                 "decision": asdict(self.decision),
                 "findings": [asdict(finding) for finding in self.findings],
                 "machine": asdict(self.machine),
-                "step": None if self.step is None else _measured(self.step),
+                "step": step,
             }
         )
         write_atomically(path, lambda file: file.write(json.dumps(data, indent=1, allow_nan=False)))
 
 
-def _measured(step: Step) -> dict[str, object]:
-    """Return the measurements of a step and the facts derived from them, without the individual operations."""
-    own = asdict(replace(step, recorded=Recording(()), fp32_recorded=None))
-    del own["recorded"], own["fp32_recorded"]
-    recorded = step.recorded
-    return {
-        **own,
-        "flops": recorded.flops,
-        "module_flops": recorded.module_flops,
-        "product_s": recorded.product_s,
-        "recorded_s": recorded.seconds,
-        "convolution_flops": recorded.convolution_flops,
-        "channels_last": recorded.channels_last,
-        **{name: _data(fact) for name, fact in facts_of(step).items()},
-    }
+_NO_FASTER = "no half precision is measured to be faster"
 
 
-def _data(fact: Any) -> Any:
-    if isinstance(fact, tuple):
-        return [_data(item) for item in fact]
-    return asdict(fact) if is_dataclass(fact) and not isinstance(fact, type) else fact
+def _measured(step: Step) -> str:
+    """Write the speed and the memory of a step, compared with fp32, in one sentence."""
+    timed, full, speed = step.variant(AS_IT_IS), step.variant(IN_FP32), step.speed(AS_IT_IS, IN_FP32)
+    if timed is None:
+        when = f"takes {duration(step.seconds)}" if step.parts else "was not timed"
+    else:
+        when = f"takes {duration(median(timed.step_s))} without its data"
+    text = f"A step in {step.precision} {when}"
+    if full is not None and speed is not None and step.precision != FP32:
+        text += f", and {duration(median(full.step_s))} in fp32 ({speed})"
+    if step.fp32_memory is not None:
+        text += f"; its peak of memory is {memory(step.memory.peak)}, and {memory(step.fp32_memory.peak)} in fp32"
+    return f"{text}."
+
+
+def _of_step(step: Step, machine: Machine) -> Iterator[str | Table]:
+    yield "## A step"
+    if step.parts:
+        parts = sorted(step.parts.items(), key=lambda item: -item[1])
+        rows = [(part, duration(seconds), percent(seconds / step.seconds)) for part, seconds in parts]
+        mean = f"mean of {counted(step.num_timed, 'step')}"
+        yield Table(("part", "time", "share"), [*rows, ("all", duration(step.seconds), mean)])
+    rows = [
+        (
+            {AS_IT_IS: f"{AS_IT_IS}: {step.precision}", IN_FP32: "in fp32"}.get(v.label, v.label),
+            duration(median(v.step_s)),
+            "" if v.label == AS_IT_IS else str(step.gain(v.label) or "noise: more than this change can gain"),
+        )
+        for v in step.variants
+        if v.step_s
+    ]
+    if rows:
+        yield Table(("the same step later, in turns, without its data", "time", "against as it is"), rows)
+    products, share = machine.speed(step.precision), product_share(step, machine)
+    if products is not None and products.claim == "faster" and share:
+        yield (
+            f"Products that run in {step.precision} are {percent(share)} of a step in fp32. If each was"
+            f" {times_as_fast(products.ratio)}, as large ones are on this device, they alone would make a step"
+            f" {times_as_fast(best_speed_up(step, machine))} (Amdahl)."
+        )
+    flops = step.recorded.flops
+    if flops:
+        total = sum(flops.values())
+        shares = ", ".join(f"{percent(count / total)} in {dtype}" for dtype, count in flops.items())
+        yield f"Products of a step have {total / 1e9:,.3g} GFLOP: {shares}."
+    if len(flops) > 1:
+        modules = list(step.recorded.module_flops.items())[:_MOST_MODULES]
+        rows = [(f"`{name}`", f"{sum(by.values()) / 1e9:,.3g}", ", ".join(by)) for name, by in modules]
+        yield Table(("module (forward)", "GFLOP", "in"), rows)
+    both = [step.memory, *([step.fp32_memory] if step.fp32_memory is not None else [])]
+    rows = [
+        (name, *(memory(getattr(found, field)) for found in both))
+        for field, name in _MEMORY.items()
+        if any(getattr(found, field) for found in both)
+    ]
+    yield Table(("memory at the peak", step.precision, FP32)[: len(both) + 1], rows)
+    if step.notes:
+        yield "\n".join(f"- not measured: {note}" for note in step.notes)
+
+
+def _of_machine(machine: Machine, *, with_traps: bool) -> Iterator[str | Table]:
+    yield "## The machine"
+    sizes = sorted({product.size for product in machine.products})
+    rates = {(product.format, product.size): rounded(product.tflops) for product in machine.products}
+    rows = [
+        (
+            found.name,
+            *(rates.get((found.name, size), "") for size in sizes),
+            found.support + (f": {found.reason}" if found.reason else ""),
+        )
+        for found in machine.formats
+    ]
+    yield Table(("products, TFLOP/s", *map(str, sizes), "support"), rows)
+    if machine.tf32 is not None:
+        how = "are computed with fewer bits" if machine.tf32 else "are computed in full precision"
+        yield f"TF32 is {'on' if machine.tf32 else 'off'}: fp32 products {how} (`torch.set_float32_matmul_precision`)."
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    size = f"; {rounded(machine.memory_gib)} GiB of memory" if machine.memory_gib else ""
+    yield f"`auto` picks {machine.precision}: {machine.precision_reason}. {versions}{size}."
+    notes = [*machine.notes, *(f"known fault: {trap}" for trap in (machine.traps if with_traps else ()))]
+    if notes:
+        yield "\n".join(f"- {note}" for note in notes)

@@ -7,6 +7,7 @@ from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memor
 from lightning_amp.shadow._first_batches import FirstBatches
 from lightning_amp.shadow._fsdp2 import shard_of, shards_of_gathered
 from lightning_amp.shadow._gradient_sample import RowsBy, Sample, rows_of_parameters, take_sample
+from lightning_amp.shadow._kept_batches import Batches, giving, keep_batches, set_method
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._output_comparison import OutputComparison
@@ -30,6 +31,7 @@ __all__ = [
     "EVALUATION_FILE",
     "PRIVATE_CALLBACKS",
     "BatchWindow",
+    "Batches",
     "ComparedEvaluation",
     "EvaluationPass",
     "Failure",
@@ -48,10 +50,12 @@ __all__ = [
     "copy_batch",
     "device_of_trainer",
     "gather",
+    "giving",
     "in_one_line",
     "inaccurate_derivatives",
     "is_out_of_memory",
     "is_sharded",
+    "keep_batches",
     "matmul_flops",
     "own_data",
     "own_module",
@@ -60,6 +64,7 @@ __all__ = [
     "require_unsharded",
     "rows_of_parameters",
     "run_private_fit",
+    "set_method",
     "shard_of",
     "shards_of_gathered",
     "take_sample",

@@ -1,18 +1,18 @@
 """Find settings by measurements on the user's own module and data: a batch size, and modules to keep in fp32.
 
-Read `batch_size/_find_batch_size.py` or `fp32_modules/_find_fp32_modules.py` first. The results, and the arithmetic of
-the searches, do not import Lightning.
+Read `_find_batch_size.py` or `_find_fp32_modules.py` first. The results and the choice of what to try next
+(`_batch_sizes.py`, `_fp32_search.py`) do not import Lightning.
 """
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_amp.tune.batch_size._result import BatchSizeResult, BatchSizes, Measurement
-from lightning_amp.tune.fp32_modules._result import Fp32Rules, NothingHelps
+from lightning_amp.tune._batch_sizes import BatchSizeResult, BatchSizes, Measurement
+from lightning_amp.tune._fp32_rules import Fp32Rules, NothingHelps
 
 if TYPE_CHECKING:
-    from lightning_amp.tune.batch_size._find_batch_size import find_batch_size
-    from lightning_amp.tune.fp32_modules._find_fp32_modules import find_fp32_modules
+    from lightning_amp.tune._find_batch_size import find_batch_size
+    from lightning_amp.tune._find_fp32_modules import find_fp32_modules
 
 __all__ = [
     "BatchSizeResult",
@@ -24,11 +24,11 @@ __all__ = [
     "find_fp32_modules",
 ]
 
-_NEED_LIGHTNING = {"find_batch_size": "batch_size", "find_fp32_modules": "fp32_modules"}
-"""The folder of each function that is imported on first use, since it imports Lightning."""
+_NEED_LIGHTNING = ("find_batch_size", "find_fp32_modules")
+"""Functions that are imported on first use, since they import Lightning."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _NEED_LIGHTNING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_import_module(f"{__name__}.{_NEED_LIGHTNING[name]}._{name}"), name)
+    return getattr(_import_module(f"{__name__}._{name}"), name)

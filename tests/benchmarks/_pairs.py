@@ -18,7 +18,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from lightning_amp.advice._examine_machine import device_name
+from lightning_amp.advice._machine import device_name
 
 
 class Turns(L.Callback):

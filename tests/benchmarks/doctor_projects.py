@@ -19,9 +19,9 @@ def main(names: list[str]) -> None:
     from zoo.slow import HEALTHY, SLOW
 
     from lightning_amp import doctor
-    from lightning_amp.advice import _examine_machine
+    from lightning_amp.advice import _machine
 
-    memory_bytes = _examine_machine._memory_bytes
+    memory_bytes = _machine._memory_bytes
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads\n")
     print(
         "| project | diagnosis is right | findings | time of a step, before and after the fix"
@@ -33,7 +33,7 @@ def main(names: list[str]) -> None:
     for name, case in {**SLOW, **HEALTHY}.items():
         if names and not any(part in name for part in names):
             continue
-        _examine_machine._memory_bytes = lambda device, own=case.memory_gib: int(own * 2**30) or memory_bytes(device)
+        _machine._memory_bytes = lambda device, own=case.memory_gib: int(own * 2**30) or memory_bytes(device)
         start = time.perf_counter()
         report = doctor(**case.arguments())
         elapsed = time.perf_counter() - start

@@ -30,22 +30,21 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 _PLAIN = ("numerics", "findings", "measure", "scaling", "tracing", "reports")
-_PLAIN_OF_ADVICE = ("__init__", "_decision", "_gains", "_machine", "_page", "_record", "_report", "findings")
+_PLAIN_OF_ADVICE = ("__init__", "_machine", "_report", "_step", "findings")
 """The doctor's plain part: measurements and the sentences about them. Its other files train."""
 _PLAIN_OF_COMPARE = ("compare/__init__.py", "compare/_process.py", "compare/_report.py")
 """The second file is all that a worker of an executor imports before it starts the process of a run."""
-_PLAIN_FILES = (*(f"advice/{name}" for name in _PLAIN_OF_ADVICE), *_PLAIN_OF_COMPARE)
+_PLAIN_FILES = _PLAIN_OF_COMPARE
 WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in (*_PLAIN, *_PLAIN_FILES)} | {
     "casting": LIGHTNING,
+    **{f"advice/{name}": LIGHTNING for name in _PLAIN_OF_ADVICE},
     **{
         f"tune/{file}.py": LIGHTNING
         for file in (
             "__init__",
-            "batch_size/_learning_rate",
-            "batch_size/_next_size",
-            "batch_size/_result",
-            "fp32_modules/_result",
-            "fp32_modules/_search",
+            "_batch_sizes",
+            "_fp32_rules",
+            "_fp32_search",
         )
     },
     "_compat/_torch.py": {*LIGHTNING, "torchmetrics"},

@@ -10,9 +10,9 @@ import pytest
 
 @functools.cache
 def examined(*arguments: Any, **settings: Any) -> Any:
-    from lightning_amp.advice import _examine_machine
+    from lightning_amp.advice import _machine
 
-    return _examine_machine.examine(*arguments, **settings)
+    return _machine.examine(*arguments, **settings)
 
 
 @pytest.fixture(autouse=True)

@@ -13,19 +13,19 @@ from unittest import mock
 from support.doctor_facts import machine
 from support.planned_race import planned_race
 
-from lightning_amp.advice import _doctor, _examine_step
-from lightning_amp.advice._record import AS_IT_IS, IN_FP32, LARGER_BATCH
+from lightning_amp.advice import _doctor
+from lightning_amp.advice._step import AS_IT_IS, IN_FP32
 from lightning_amp.advice.findings import _not_faster
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "symptoms.py"
-SMALL_MS = {AS_IT_IS: 1.0, IN_FP32: 0.8, LARGER_BATCH: 1.1}
-LARGE_MS = {AS_IT_IS: 15.0, IN_FP32: 34.0, LARGER_BATCH: 40.0}
+SMALL_MS = {AS_IT_IS: 1.0, IN_FP32: 0.8}
+LARGE_MS = {AS_IT_IS: 15.0, IN_FP32: 34.0}
 
 if __name__ == "__main__":
     race = planned_race(lambda data: LARGE_MS if data.rows > 16 else SMALL_MS)
     with (
         mock.patch.object(_doctor, "examine", return_value=machine()),
-        mock.patch.object(_examine_step, "race", race),
-        mock.patch.object(_not_faster, "slower_products", return_value=()),
+        mock.patch.object(_doctor, "race", race),
+        mock.patch.object(_not_faster, "slowest_product", return_value=""),
     ):
         runpy.run_path(str(EXAMPLE), run_name="__main__")

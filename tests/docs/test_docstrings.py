@@ -129,12 +129,11 @@ def run_example(example: Example) -> dict[str, Any]:
 def whole_runs(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file `models`, arms in this process, and the report of a comparison."""
     import lightning_amp.compare._compare as compare
-    import lightning_amp.tune.batch_size._probe as probe
-    import lightning_amp.tune.batch_size._short_runs as short_runs
+    import lightning_amp.tune._batch_size_run as batch_size_run
 
-    for module in (compare, short_runs):
+    for module in (compare, batch_size_run):
         monkeypatch.setattr(module, "run_in_process", here)
-    monkeypatch.setattr(probe, "_STEADY_S", 0.0)
+    monkeypatch.setattr(batch_size_run, "_STEADY_S", 0.0)
     monkeypatch.setitem(sys.modules, "models", sys.modules[__name__])
     runs = [Run(label, 0, curves={"val_loss": (Point(8, 1.0, 0.5),)}) for label in ("fp32", "fp16")]
     plan = Plan("models.Model", "models.Data", {"fp32": "AmpPrecision('fp32')", "fp16": "AmpPrecision('fp16')"})

@@ -20,7 +20,7 @@ from support.fp8 import needs_torchao
 from zoo.compared import here
 
 from lightning_amp.compare import _compare
-from lightning_amp.tune.batch_size import _probe, _short_runs
+from lightning_amp.tune import _batch_size_run
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -88,9 +88,9 @@ def arms_in_this_process(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """What trains whole runs imports from the current folder and starts no processes, each of which takes seconds."""
     monkeypatch.syspath_prepend(in_tmp_path)
     monkeypatch.delitem(sys.modules, "models", raising=False)  # of another guide
-    for module in (_compare, _short_runs):
+    for module in (_compare, _batch_size_run):
         monkeypatch.setattr(module, "run_in_process", here)
-    monkeypatch.setattr(_probe, "_STEADY_S", 0.0)
+    monkeypatch.setattr(_batch_size_run, "_STEADY_S", 0.0)
 
 
 def marks_of(document: Path) -> list[pytest.MarkDecorator]:

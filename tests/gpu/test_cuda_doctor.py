@@ -9,7 +9,7 @@ import torch
 from zoo.slow import HEALTHY, Language, Project, Waiting, depthwise, mlp, rows, tokens
 
 from lightning_amp import doctor
-from lightning_amp.advice._examine_machine import examine
+from lightning_amp.advice._machine import examine
 from lightning_amp.measure import BACKWARD, FORWARD, PartTimer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -24,16 +24,16 @@ def test_the_machine() -> None:
     found = examine(torch.device("cuda", 0))
     major = torch.cuda.get_device_capability()[0]
     support = {f.name: f.support for f in found.formats}
-    assert support["bf16"] in (("native", "partial") if major >= 8 else ("emulated",))
+    assert support["bf16"] in (("native",) if major >= 8 else ("emulated",))
     assert ("tf32" in support) == (major >= 8)
-    assert support["fp8"] in (("native", "partial") if torch.cuda.get_device_capability() >= (8, 9) else ("missing",))
+    assert support["fp8"] in (("native",) if torch.cuda.get_device_capability() >= (8, 9) else ("missing",))
     assert all(p.tflops > 0 for p in found.products)
     if major >= 8:
         speed = found.speed("bf16")
         assert speed is not None
         assert speed.ratio > 1.5
     assert found.memory_gib > 1
-    assert found.tf32
+    assert found.tf32 is not None or major < 8
 
 
 @pytest.mark.needs("speed")
@@ -43,10 +43,9 @@ def test_fp32_products_are_measured_without_tf32() -> None:
         found = examine(torch.device("cuda", 0), short=True)
     finally:
         torch.set_float32_matmul_precision("highest")
-    full, tf32 = found.format("fp32"), found.format("tf32")
-    if full is not None and tf32 is not None:
-        assert tf32.tflops > 1.3 * full.tflops
-    assert found.tf32 == "on"
+    if found.format("tf32") is not None:
+        assert found.best_tflops("tf32") > 1.3 * found.best_tflops("fp32")
+    assert found.tf32 is not False
 
 
 def test_the_clock_never_waits() -> None:
@@ -83,7 +82,6 @@ def test_memory_is_near_that_of_the_device() -> None:
     assert "large-logits" in [finding.code for finding in report.findings]
     torch.cuda.reset_peak_memory_stats()
     doctor(lambda: Language(32_000), tokens(16, 256, 32_000), precision="bf16")
-    # One variant has a batch four times as large, so the device has seen more memory in use, not less.
     assert report.step.memory.peak < 1.1 * torch.cuda.max_memory_allocated()
 
 

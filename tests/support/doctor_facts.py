@@ -6,10 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_amp._user_line import Place
-from lightning_amp.advice._decision import decide
-from lightning_amp.advice._gains import compare
-from lightning_amp.advice._machine import Format, Machine, Product
-from lightning_amp.advice._record import (
+from lightning_amp.advice._machine import Format, Machine, Product, compare
+from lightning_amp.advice._step import (
     Loading,
     Memory,
     Operation,
@@ -19,8 +17,7 @@ from lightning_amp.advice._record import (
     Variant,
     Wait,
 )
-from lightning_amp.advice.findings import ABOUT_A_STEP, Finding
-from lightning_amp.advice.findings._finding import Evidence
+from lightning_amp.advice.findings import ALL, Finding, decide
 from lightning_amp.measure import BACKWARD, FORWARD, REST, SpeedComparison
 
 MIB = 2**20
@@ -39,11 +36,9 @@ def speed(ratio: float, *, noise: float = 0.01, rounds: int = 9) -> SpeedCompari
 def machine_with(**ratios: float | SpeedComparison | None) -> Machine:
     """Return a machine with instructions for these formats, whose products have these speeds relative to fp32."""
     speeds = {name: speed(r) if isinstance(r, (float, int)) else r for name, r in ratios.items()}
-    mixed = [Format(name, "native", f"avx512_{name}", s.ratio if s else 0.0, 256) for name, s in speeds.items()]
+    mixed = [Format(name, "native", f"avx512_{name}") for name in speeds]
     products = [Product(name, 256, s.ratio, s) for name, s in speeds.items() if s is not None]
-    return machine(
-        formats=(Format("fp32", "native", "", 1.0, 256), *mixed), products=(Product("fp32", 256, 1.0), *products)
-    )
+    return machine(formats=(Format("fp32", "native", ""), *mixed), products=(Product("fp32", 256, 1.0), *products))
 
 
 def machine(**changes: Any) -> Machine:
@@ -53,9 +48,9 @@ def machine(**changes: Any) -> Machine:
         memory_gib=16.0,
         versions={"torch": "2.13.0"},
         formats=(
-            Format("fp32", "native", "", 1.0, 256),
-            Format("bf16", "native", "avx512_bf16", 4.0, 512),
-            Format("fp16", "emulated", "this CPU has no instructions for fp16", 0.1, 512),
+            Format("fp32", "native", ""),
+            Format("bf16", "native", "avx512_bf16"),
+            Format("fp16", "emulated", "this CPU has no instructions for fp16"),
             Format("fp8", "missing", "no matrix units for it"),
         ),
         products=(
@@ -63,7 +58,7 @@ def machine(**changes: Any) -> Machine:
             Product("bf16", 256, 4.0, speed(4.0)),
             Product("fp16", 256, 0.1, speed(0.1)),
         ),
-        tf32="",
+        tf32=None,
         precision="bf16",
         precision_reason="this CPU has bfloat16 instructions",
     )
@@ -111,6 +106,12 @@ def recorded(
     return Recording((*products, *extra, Operation("gelu", REST, seconds=rest_s)), waits=waits, **more)
 
 
+def in_fp32(share: float) -> Recording:
+    """Return a step in fp32 that takes 0.25 s, of which matrix products take this share on `machine()`."""
+    products = product(dtype="float32", flops=10**12, seconds=0.25 * share)
+    return Recording((products, Operation("gelu", REST, seconds=0.25 * (1 - share))))
+
+
 def step(*extra: Operation, **changes: Any) -> Step:
     """Return a healthy step with extra operations; `changes` are arguments of :func:`recorded` or fields of `Step`."""
     own = {name: changes.pop(name) for name in ("recorded_s", "product_s", "waits", "losses") if name in changes}
@@ -121,14 +122,12 @@ def step(*extra: Operation, **changes: Any) -> Step:
         num_parameters=1000,
         parts={"data": 0.001, "forward": 0.03, "backward": 0.06, "optimizer": 0.002, "rest": 0.001},
         num_timed=20,
-        callbacks={},
         recorded=recorded(*extra, **own),
-        fp32_recorded=None,
-        fp32_product_share=0.8,
-        memory=Memory(10 * MIB, 10 * MIB, 20 * MIB, 100 * MIB, 0, 0, 0, 140 * MIB, 100 * MIB),
-        fp32_memory=Memory(10 * MIB, 10 * MIB, 20 * MIB, 180 * MIB, 0, 0, 0, 220 * MIB, 180 * MIB),
+        fp32_recorded=in_fp32(0.8),
+        memory=Memory(10 * MIB, 10 * MIB, 20 * MIB, 100 * MIB, 0, 0, 0, 140 * MIB),
+        fp32_memory=Memory(10 * MIB, 10 * MIB, 20 * MIB, 180 * MIB, 0, 0, 0, 220 * MIB),
         optimizers=(OptimizerFacts("AdamW", False, 1000),),
-        loading=Loading(0, 0.001),
+        loading=Loading(0),
         unaligned=(),
         alignment=8,
         variants=(Variant("as it is", (0.1,) * 5), Variant("fp32", (0.25,) * 5)),
@@ -150,8 +149,8 @@ def noisy(label: Any, seconds: float, *, rounds: int = 9, noise: float = 0.6) ->
 def said(facts: Step, on: Machine | None = None) -> list[Finding]:
     """Return the findings about a step, in their order."""
     on = on or machine()
-    evidence = Evidence(facts, on, decide(on, facts.precision, facts))
-    return [finding for find in ABOUT_A_STEP for finding in find(evidence)]
+    found = [find(facts, on, decide(on, facts.precision, facts)) for find in ALL]
+    return [finding for finding in found if finding is not None]
 
 
 def only(facts: Step, on: Machine | None = None) -> Finding:

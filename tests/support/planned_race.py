@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_amp.advice._record import AS_IT_IS, Variant
+from lightning_amp.advice._step import AS_IT_IS, Variant
 
 ROUNDS = (1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0)
 """Each round takes this many times the planned time."""
@@ -26,7 +26,7 @@ class PlannedClock:
 
 
 def planned_race(step_ms: Callable[[Any], Mapping[str, float]]) -> Callable[..., tuple[Variant, ...]]:
-    """Return a replacement for `lightning_amp.advice._examine_step.race` that runs every variant once.
+    """Return a replacement for `lightning_amp.advice._doctor.race` that runs every variant once.
 
     `step_ms` returns milliseconds by label, given the data module. Other labels are left out of the result.
     """

@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -330,13 +329,6 @@ class Waiting(Project):
         return loss
 
 
-class Slow(Callback):
-    """Takes as long as a step."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        time.sleep(0.01)
-
-
 class Transformer(nn.Module):
     def __init__(self, dropout: float = 0.0, width: int = 256) -> None:
         super().__init__()
@@ -395,11 +387,12 @@ slow(
     lambda: Project(OwnProduct(False)),
 )  # fmt: skip
 slow(
-    "attention with dropout", "attention-in-fp32", lambda: Project(Transformer(0.1)), rows(4, 256, 256),
+    "attention with dropout", "autocast-off", lambda: Project(Transformer(0.1)), rows(4, 256, 256),
     lambda: Project(Transformer()),
 )  # fmt: skip
 slow(
-    "a buffer in float64", "float64", lambda: Project(InDouble(True)), rows(256, 512), lambda: Project(InDouble(False))
+    "a buffer in float64", "autocast-off", lambda: Project(InDouble(True)), rows(256, 512),
+    lambda: Project(InDouble(False)),
 )  # fmt: skip
 slow(
     "most modules in fp32", "fp32-modules-dominate", lambda: Project(mlp()), rows(512, 512),
@@ -431,14 +424,6 @@ slow(
 slow(
     "layers with odd widths", "sizes-not-aligned", lambda: Project(mlp(333, 6, 333)), rows(333, 333),
     cured={"make_module": lambda: Project(mlp(336, 6, 336)), "make_data": rows(336, 336)},
-)  # fmt: skip
-slow(
-    "a slow callback", "slow-callback", lambda: Project(mlp(512)), rows(64, 512),
-    cured={"trainer_kwargs": {"accelerator": "cpu"}}, kwargs={"callbacks": [Slow()]},
-)  # fmt: skip
-slow(
-    "anomaly detection", "anomaly-detection", lambda: Project(mlp()), rows(256, 512),
-    cured={"trainer_kwargs": {"accelerator": "cpu"}}, kwargs={"detect_anomaly": True},
 )  # fmt: skip
 
 

@@ -1,18 +1,21 @@
-"""`Finding`: one thing that the doctor found, with its measured number and the next thing to do."""
+"""`Finding`: one thing that the doctor found; `Decision`: the precision that it recommends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from typing_extensions import final
 
-from lightning_amp.advice._decision import Decision
+from lightning_amp._text import rounded
 from lightning_amp.advice._machine import Machine
-from lightning_amp.advice._record import Step
+from lightning_amp.advice._step import AS_IT_IS, IN_FP32, Step
+from lightning_amp.measure import SpeedComparison
 
 Severity = Literal["error", "warning", "note", "ok"]
+FP32 = "fp32"
+WORTH = 1.05
+"""A gain below 5 % is no warning, however sure it is."""
 
 
 @final
@@ -44,19 +47,73 @@ class Finding:
 
 @final
 @dataclass(frozen=True)
-class Evidence:
-    """Everything that a finding about a step may read."""
+class Decision:
+    """The precision recommended for speed. The headline and every finding follow from it.
 
-    step: Step
-    machine: Machine
-    decision: Decision
+    Attributes:
+        looked_at: The precision that the report examines.
+        use: The recommended precision; `None` if the measurements do not decide.
+        speed: The speed, relative to fp32, of the step or of matrix products, on which this rests.
+
+    """
+
+    looked_at: str
+    use: str | None
+    speed: SpeedComparison | None = None
 
 
-def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Sort findings by severity, then by their share."""
-    return tuple(sorted(findings, key=lambda f: (get_args(Severity).index(f.severity), -f.share)))
+def decide(machine: Machine, looked_at: str, step: Step | None = None) -> Decision:
+    """Recommend a precision: by the user's own step if there is one, else by matrix products."""
+    if step is not None:
+        speed, products = step.speed(AS_IT_IS, IN_FP32), machine.speed(looked_at)
+        if speed is None or looked_at == FP32:
+            return Decision(looked_at, None)
+        use = {"faster": looked_at, "slower": FP32}.get(speed.claim)
+        if use is None and speed.claim != "same" and speed.ratio < 1 and is_slower(products):
+            use = FP32  # the rounds do not decide, and products agree with them
+        return Decision(looked_at, use, speed)
+    runs = [found.name for found in machine.formats if found.support != "missing"]
+    mixed = [name for name in dict.fromkeys((machine.precision, looked_at, "bf16", "fp16")) if name in runs]
+    is_open = False
+    for name in (name for name in mixed if name != FP32):
+        found, speed = machine.format(name), machine.speed(name)
+        if speed is not None and speed.claim == "faster":
+            return Decision(looked_at, name, speed)
+        native = found is not None and found.support == "native"
+        is_open = is_open or (native and (speed is None or speed.decided_ratio is None))
+    return Decision(looked_at, None if is_open else FP32, machine.speed(looked_at))
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """Write a time in milliseconds, or in seconds if it is one or more: `610 ms`, `61 s`."""
+    return f"{rounded(seconds * 1e3)} ms" if seconds < 1 else f"{rounded(seconds)} s"
+
+
+def in_fp32(speed: SpeedComparison) -> str:
+    """Write a comparison with fp32: `3.8x as slow as in fp32 (3.5 to 4.1)`, `as fast as in fp32 within 5 %`."""
+    words = speed.in_words("in fp32")
+    return f"{words} of fp32's" if speed.claim == "undecided" and speed.interval else words
 
 
 def graded(share: float, warning: float) -> Severity:
     """Return `"warning"` if a share of a step reaches the bound, else `"note"`."""
     return "warning" if share >= warning else "note"
+
+
+def is_worth_it(found: SpeedComparison | None) -> bool:
+    """Return whether a change is shown to be faster, and by 5 % or more."""
+    return found is not None and found.claim == "faster" and found.ratio >= WORTH
+
+
+def is_slower(found: SpeedComparison | None) -> bool:
+    """Return whether something is shown to be slower."""
+    return found is not None and found.claim == "slower"
+
+
+def use_instead(decision: Decision) -> str:
+    """Write which precision to use, if it is another one than the report examines."""
+    is_other = decision.use is not None and decision.use != decision.looked_at
+    return f'Use `AmpPrecision("{decision.use}")`.' if is_other else ""

@@ -1,182 +1,106 @@
-"""`not-faster`, `model-too-small` and `no-faster-products`: a step or matrix products gain no speed."""
+"""`emulated-precision`, `model-too-small`: mixed precision is not faster."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-from typing_extensions import final
+from statistics import median
 
 from lightning_amp._text import percent, rounded
-from lightning_amp.advice._decision import FP32, Decision
-from lightning_amp.advice._gains import best_speed_up, is_worth_it, more_rows, speed_up
-from lightning_amp.advice._machine import Machine, Product
-from lightning_amp.advice._record import TIMES_LARGER, Step
-from lightning_amp.advice.findings._finding import Evidence, Finding, Severity
-from lightning_amp.advice.findings._fp32_products import products_in_fp32
-from lightning_amp.advice.findings._many_casts import cast_sites, many_casts
-from lightning_amp.advice.findings._words import in_fp32, in_ms, recommendation
-from lightning_amp.measure import BACKWARD, FORWARD, SpeedComparison, times_as_fast
+from lightning_amp.advice._machine import Machine
+from lightning_amp.advice._step import (
+    IN_FP32,
+    Step,
+)
+from lightning_amp.advice.findings._finding import (
+    FP32,
+    Decision,
+    Finding,
+    Severity,
+    duration,
+    in_fp32,
+    use_instead,
+)
+from lightning_amp.advice.findings._products import autocast_off, fp32_modules_dominate, many_casts
+from lightning_amp.measure import FORWARD, times_as_fast
 
-_SMALL, _LARGE = 1.35, 1.5
-"""Possible speed-ups from faster products: below the first number, a module is too small.
-
-From the second number on, a gain can be expected.
-"""
-_MOST = 8
-"""Number of slow products to keep."""
-
-
-@final
-@dataclass(frozen=True)
-class SlowProduct:
-    """Matrix products at one place (a module, or `"backward"`) that take longer in a step than in fp32."""
-
-    where: str
-    operation: str
-    seconds: float
-    fp32_s: float
+_SMALL = 1.35
+"""If faster products can make a step this much faster at best, the module is too small."""
+_INEFFICIENT = 3.0
+"""The time of a small product is capped at this multiple of the seconds that the device needs for its FLOPs."""
 
 
-def slower_products(step: Step) -> tuple[SlowProduct, ...]:
-    """Return the products that take longer than in fp32, the largest loss first."""
-    if step.fp32_recorded is None:
-        return ()
+def product_share(step: Step, machine: Machine) -> float:
+    """Return the share of a step in fp32 that half precision could make faster: its matrix products.
+
+    A small product takes the time of a call, however few FLOPs it has, so its time is limited by its FLOPs.
+    """
+    recorded, timed, best = step.fp32_recorded, step.variant(IN_FP32), machine.best_tflops(FP32)
+    if recorded is None or timed is None or not best:
+        return 0.0
+    at_best_s = sum(recorded.flops.values()) / best / 1e12
+    whole = max(median(timed.step_s), recorded.seconds)  # the recorded step may be slower, on a busy machine
+    return min(1.0, min(recorded.product_s, _INEFFICIENT * at_best_s) / whole)
+
+
+def best_speed_up(step: Step, machine: Machine) -> float:
+    """Return the highest possible speed-up (Amdahl), if products are as fast as large ones are; 1 if unknown."""
+    share, products = product_share(step, machine), machine.speed(step.precision)
+    return 1 / (1 - share + share / products.ratio) if products is not None and products.ratio > 1 else 1.0
+
+
+def slowest_product(step: Step) -> str:
+    """Write which product takes longer than in fp32, if such products cost a tenth of a step; else an empty text."""
     seconds: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for number, recorded in enumerate((step.recorded, step.fp32_recorded)):
-        for operation in recorded.of_the_module:
+        for operation in recorded.of_the_module if recorded is not None else ():
             if operation.flops:
-                where = operation.module if operation.part == FORWARD else operation.part
+                where = f"module `{operation.module}`" if operation.part == FORWARD else f"the {operation.part}"
                 seconds[where, operation.name][number] += operation.seconds
-    found = [SlowProduct(where, name, a, b) for (where, name), (a, b) in seconds.items() if a > b > 0]
-    return tuple(sorted(found, key=lambda product: product.fp32_s - product.seconds)[:_MOST])
-
-
-@final
-class SlowReason(NamedTuple):
-    """The part of a recorded step that makes it slow, and a text with its times.
-
-    The cause `"kernel"` is a matrix product that takes longer than in fp32.
-    """
-
-    cause: Literal["kernel", "casts", "other operations"]
-    text: str
-
-
-def reason_of(step: Step) -> SlowReason | None:
-    """Return why one recorded step is slow; `None` if the record shows no cause."""
-    slower, product_s, all_s = slower_products(step), step.recorded.product_s, step.recorded.seconds
-    lost = sum(product.seconds - product.fp32_s for product in slower)
-    if slower and lost > 0.3 * product_s and lost > 0.1 * all_s:
-        worst = slower[0]
-        where = "in the backward" if worst.where == BACKWARD else f"in module `{worst.where}`"
-        return SlowReason(
-            "kernel",
-            f"in one recorded step of each, `{worst.operation}` {where} takes {in_ms(worst.seconds)}, and"
-            f" {in_ms(worst.fp32_s)} in fp32",
-        )
-    products = f"the products {in_ms(product_s)}"
-    casts_s = sum(site.seconds for site in cast_sites(step))
-    if casts_s > 0.2 * all_s:
-        return SlowReason("casts", f"in one recorded step casts take {in_ms(casts_s)}, and {products}")
-    if all_s - product_s <= product_s:
-        return None
-    text = f"in one recorded step all other operations take {in_ms(all_s - product_s)}, and {products}"
-    return SlowReason("other operations", text)
-
-
-def not_faster(evidence: Evidence) -> Iterator[Finding]:
-    """Yield at most one finding: a warning if fp32 is recommended, else only if no other finding explains the step."""
-    step, decision = evidence.step, evidence.decision
-    speed, support = speed_up(step), evidence.machine.format(step.precision)
-    if speed is None or step.precision == FP32 or (support is not None and support.support == "emulated"):
-        return  # `emulated-precision` reports the same reason
-    reason, product = reason_of(step), evidence.machine.compared_product(step.precision)
-    products = None if product is None else product.speed
-    if decision.use == FP32:
-        if reason is not None and reason.cause != "kernel" and _is_small(step, products):
-            yield _too_small(evidence, products, speed, "warning")
-        else:
-            text = f"A step is {in_fp32(speed)}: {_why(reason, products, step)}."
-            action = f'Use `AmpPrecision("{FP32}")`. {_larger(step)}'.strip()
-            yield Finding("warning", "not-faster", text, action, step.fp32_product_share)
-        return
-    if _is_explained(evidence) or speed.claim not in ("same", "undecided"):
-        return
-    severity: Severity = "warning" if speed.claim == "same" else "note"
-    if product is not None and products is not None and products.claim in ("slower", "same"):
-        yield Finding("note", "no-faster-products", _gain_nothing(product, products), "", 0.5)
-    elif _is_small(step, products):
-        yield _too_small(evidence, products, speed, severity)
-    elif products is not None and products.claim == "faster" and best_speed_up(step, products.ratio) >= _LARGE:
-        text = (
-            f"The race does not show that a step is faster than in fp32 ({speed}). Products that half precision could"
-            f" make faster are {percent(step.fp32_product_share)} of a step in fp32,"
-            f" but {_why(reason, products, step)}."
-        )
-        action = _larger(step) or "Try `torch.compile`, which merges the operations around the products."
-        yield Finding("note", "not-faster", text, action, step.fp32_product_share)
-
-
-def _is_explained(evidence: Evidence) -> bool:
-    """Return whether another finding already names products in fp32 or casts as the cause."""
-    return any(finding.is_problem for finding in (*products_in_fp32(evidence), *many_casts(evidence)))
-
-
-def _is_small(step: Step, products: SpeedComparison | None) -> bool:
-    return products is not None and products.claim == "faster" and best_speed_up(step, products.ratio) < _SMALL
-
-
-def _too_small(
-    evidence: Evidence, products: SpeedComparison | None, speed: SpeedComparison, severity: Severity
-) -> Finding:
-    step = evidence.step
-    best = 1.0 if products is None else best_speed_up(step, products.ratio)
-    text = (
-        f"Matrix products that half precision could make faster are {percent(step.fp32_product_share)} of a step in"
-        f" fp32. They alone make a step {times_as_fast(best)} at best; measured: {speed}."
-    )
-    stay = f'Use `AmpPrecision("{FP32}")`.' if evidence.decision.use == FP32 else ""
-    other = "" if stay else "Try `torch.compile`, which merges the small operations."
-    action = f"{stay} {_larger(step) or other}".strip()
-    return Finding(severity, "model-too-small", text, action, 1 - step.fp32_product_share)
-
-
-def _why(reason: SlowReason | None, products: SpeedComparison | None, step: Step) -> str:
-    if (reason is None or reason.cause != "kernel") and products is not None and products.claim in ("slower", "same"):
-        return f"large matrix products in {step.precision} are {in_fp32(products)} on this device"
-    if reason is not None:
-        return reason.text
-    return f"products take {in_ms(step.recorded.product_s)} of the {in_ms(step.recorded.seconds)} of a recorded step"
-
-
-def _larger(step: Step) -> str:
-    """Advise a larger batch if one was tried and trains 30 % more rows per second; else return an empty text."""
-    more = more_rows(step)
-    if not is_worth_it(more) or more is None or more.ratio < 1.3:
+    lost = {place: own - full for place, (own, full) in seconds.items() if own > full > 0}
+    if not lost or sum(lost.values()) <= max(0.3 * step.recorded.product_s, 0.1 * step.recorded.seconds):
         return ""
-    return (
-        f"A batch {TIMES_LARGER} times as large, tried here in {step.precision}, trains its rows {more} (scale the"
-        " learning rate with the batch size)."
+    where, name = max(lost, key=lambda place: lost[place])
+    own, full = map(duration, seconds[where, name])
+    return f"in one recorded step of each, `{name}` in {where} takes {own}, and {full} in fp32"
+
+
+def emulated_precision(step: Step | None, machine: Machine, decision: Decision) -> Finding | None:
+    """Find a precision that the device cannot run, emulates, or runs slower than fp32."""
+    found, product = machine.format(decision.looked_at), machine.product(decision.looked_at)
+    if found is None or found.name == FP32:
+        return None
+    if found.support == "missing":
+        text = f"{machine.device} has no {found.name}: {found.reason}."
+        return Finding("error", "emulated-precision", text, use_instead(decision), 1.0)
+    speed = product.speed if product is not None else None
+    against = decision.use not in (None, found.name)
+    kernel = slowest_product(step) if step is not None and against else ""
+    gains_nothing = speed is not None and speed.claim in ("slower", "same")
+    if found.support == "native" and not (against and (kernel or gains_nothing)):
+        return None
+    text = f"{found.name} is {'emulated' if found.support == 'emulated' else 'slow'} here ({found.reason})"
+    if product is not None and speed is not None:
+        text += f": its matrix products of {product.size} rows and columns reach {rounded(product.tflops)} TFLOP/s"
+        text += f" ({in_fp32(speed)})"
+    if step is not None and decision.speed is not None:
+        text += f". A step in it: {in_fp32(decision.speed)}" + (f"; {kernel}" if kernel else "")
+    return Finding("error" if against else "note", "emulated-precision", f"{text}.", use_instead(decision), 1.0)
+
+
+def model_too_small(step: Step, machine: Machine, decision: Decision) -> Finding | None:
+    """Find a module whose products are too small a part of a step, if nothing else explains that it is not faster."""
+    others = (emulated_precision, autocast_off, many_casts, fp32_modules_dominate)
+    explained = any(finding.is_problem for find in others if (finding := find(step, machine, decision)) is not None)
+    speed, against, products = decision.speed, decision.use == FP32, machine.speed(step.precision)
+    if step.precision == FP32 or speed is None or explained:
+        return None
+    best, is_faster = best_speed_up(step, machine), products is not None and products.claim == "faster"
+    if not against and not (speed.claim in ("same", "undecided") and is_faster and best < _SMALL):
+        return None
+    text = (
+        f"Matrix products that half precision could make faster are {percent(product_share(step, machine))} of a step"
+        f" in fp32. They alone make a step {times_as_fast(best)} at best; measured: {speed}."
     )
-
-
-def no_faster_products(machine: Machine, decision: Decision) -> Iterator[Finding]:
-    """Yield the finding for the examined format if no step was examined."""
-    chosen, product = machine.format(decision.looked_at), machine.compared_product(decision.looked_at)
-    if chosen is None or product is None or product.speed is None or decision.looked_at == FP32:
-        return
-    if chosen.support not in ("native", "partial") or product.speed.claim not in ("slower", "same"):
-        return
-    action = recommendation(decision) if decision.advises_against else ""
-    yield Finding("warning", "no-faster-products", _gain_nothing(product, product.speed), action, 0.9)
-
-
-def _gain_nothing(product: Product, speed: SpeedComparison) -> str:
-    """Say that matrix products are no faster than in fp32."""
-    return (
-        f"Matrix products in {product.format} of {product.size} rows and columns reach"
-        f" {rounded(product.tflops)} TFLOP/s ({in_fp32(speed)}): they gain no speed here."
-    )
+    action = f"{use_instead(decision)} A larger batch gives products more work (`find_batch_size`; not tried here)."
+    severity: Severity = "warning" if against or speed.claim == "same" else "note"
+    return Finding(severity, "model-too-small", text, action.strip(), 1 - product_share(step, machine))

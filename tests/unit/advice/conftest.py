@@ -8,7 +8,7 @@ import pytest
 from support.doctor_facts import machine
 from zoo import slow
 
-from lightning_amp.advice import _doctor, _examine_step, _race, _watch
+from lightning_amp.advice import _doctor, _race, _watch
 
 
 @pytest.fixture
@@ -21,4 +21,3 @@ def quick(monkeypatch: pytest.MonkeyPatch, on_machine: Callable[[str], None]) ->
     monkeypatch.setattr(_watch, "_TIMED_S", (0.0, 5.0))
     monkeypatch.setattr(_race, "_ROUNDS", (1, 1, 1))
     monkeypatch.setattr(_race, "_LAPS", 1)
-    monkeypatch.setattr(_examine_step, "joined", lambda batches, times: None)

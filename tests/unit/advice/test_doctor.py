@@ -13,7 +13,7 @@ from support import Toy, batches
 from zoo.slow import Project, mlp, rows
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, doctor
-from lightning_amp.advice import _examine_step
+from lightning_amp.advice import _doctor
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -36,7 +36,7 @@ def examined(make_module: Any = Toy, make_data: Any = Data, **arguments: Any) ->
 def test_the_machine_alone() -> None:
     report = doctor(device="cpu")
     assert report.step is None
-    assert report.findings[-1].code == "precision"
+    assert [finding.code for finding in report.findings] == ["nothing-to-do"]
 
 
 def test_module_and_random_state_are_as_before() -> None:
@@ -131,7 +131,7 @@ def test_a_failed_variant_is_reported_and_the_others_run(monkeypatch: pytest.Mon
     def fails(module: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(_examine_step, "fuse_optimizers", fails)
+    monkeypatch.setattr(_doctor, "fuse_optimizers", fails)
     step = examined(lambda: Project(mlp(256), fused=False), rows(8, 512)).step
     assert "fused=True: there was not enough memory" in step.notes
     assert step.variant("fp32") is not None
@@ -142,7 +142,7 @@ def test_a_failed_variant_is_reported_and_the_others_run(monkeypatch: pytest.Mon
     [
         ({"precision": "fp7"}, "`precision` must be one of"),
         ({"precision": "fp8"}, "cannot run precision 'fp8'"),
-        ({"device": "gpu7"}, "`device` must be a device such as 'cpu' or 'cuda:0', got 'gpu7'"),
+        ({"device": "gpu7"}, "`device` must be a device of this machine, such as 'cpu' or 'cuda:0', got 'gpu7'"),
         ({"trainer_kwargs": {"precision": "bf16"}}, "`trainer_kwargs` must not have 'precision'"),
         ({"make_module": Toy()}, "`make_module` must be callable without arguments"),
         ({"make_module": None}, "`make_data` must be passed together with `make_module`"),
@@ -155,7 +155,7 @@ def test_arguments_that_are_refused(arguments: dict[str, Any], message: str) -> 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="there is no CUDA device here"):
+    with pytest.raises(ValueError, match="`device` must be a device of this machine.*got 'cuda'"):
         doctor(device="cuda")
 
 

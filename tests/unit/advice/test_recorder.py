@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_amp.advice._record import Operation, Recording
-from lightning_amp.advice._recorder import Recorder
+from lightning_amp.advice._recorder import Recorder, memory_of
+from lightning_amp.advice._step import Allocation, Loss, Operation, Recording
 from lightning_amp.casting import Fp32Modules
 from lightning_amp.measure import BACKWARD, FORWARD, OPTIMIZER
 
@@ -252,3 +252,40 @@ def test_a_forward_that_raises_inside_leaves_the_names_right() -> None:
     model = Catches()
     (product,) = [o for o in Step(model).run(lambda: model(torch.ones(3, 8)).sum()).operations if o.flops][:1]
     assert product.module == ""
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def held(*allocations: Allocation, losses: Any = ()) -> Recording:
+    return Recording((Operation("mm", FORWARD),) * 10, allocations, tuple(losses))
+
+
+def made(num_bytes: int, begin: int, end: int | None, part: str = FORWARD, **changes: Any) -> Allocation:
+    return Allocation(**{"pointer": begin, "numel": num_bytes // 4, **changes}, num_bytes=num_bytes, begin=begin,
+                      end=end, part=part)  # fmt: skip
+
+
+def test_parts_of_memory_add_up_to_the_peak() -> None:
+    module = net()
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    size, grad = 4 * sum(p.numel() for p in module.parameters()), module[0].weight.grad
+    assert grad is not None
+    recorded = held(
+        made(100, -1, 2),  # gradients of the step before
+        made(1000, 0, 8),
+        made(400, 1, 8, numel=30),
+        made(70, 2, 3, is_cast=True),
+        made(4000, 4, None, BACKWARD, pointer=grad.untyped_storage().data_ptr()),
+        made(500, 9, None, OPTIMIZER),
+        losses=[Loss(3, 10)],
+    )
+    found = memory_of(recorded, module, [optimizer])
+    assert (found.weights, found.states) == (size, 2 * size + 4 * 4)  # each parameter has a count of its steps
+    assert (found.gradients, found.activations, found.logits, found.casts) == (4000, 1000, 400, 0)
+    assert found.peak == found.weights + found.states + 5400
+    found = memory_of(held(made(10, 0, 3), made(500, 5, 7, OPTIMIZER)), module, [optimizer])
+    assert (found.temporaries, found.activations) == (500, 0)
+    assert memory_of(held(), module, [optimizer]).peak == found.weights + found.states

@@ -257,8 +257,8 @@ def test_wrong_use_of_doctor(command: Any) -> None:
 
 # -- batch-size --------------------------------------------------------------------------------------------------------
 
-FITS = BatchSizeResult(1000, 3.96, 12_345.6, 0.0057, (Measurement(1000, 3.96, 12_345.6),), 4.0, "It fits.")
-FAILED = BatchSizeResult(0, math.nan, math.nan, None, (), 4.0, "KeyError", "KeyError")
+FITS = BatchSizeResult(1000, 3.96, 12_345.6, 0.0057, "It fits.", (Measurement(1000, 3.96, 12_345.6),))
+FAILED = BatchSizeResult(0, math.nan, math.nan, None, "KeyError", (), "KeyError")
 
 
 @pytest.mark.parametrize(("results", "status"), [({"fp32": FITS}, 0), ({"fp32": FITS, "bf16": FAILED}, 1)])

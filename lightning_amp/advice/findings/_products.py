@@ -1,0 +1,188 @@
+"""`autocast-off`, `fp32-modules-dominate`, `many-casts`, `sizes-not-aligned`: products and the casts around them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from statistics import median
+from typing import NamedTuple
+
+from lightning_amp._text import counted, memory, percent
+from lightning_amp.advice._machine import Machine, Sizes
+from lightning_amp.advice._step import AS_IT_IS, Operation, Step, Unaligned
+from lightning_amp.advice.findings._finding import (
+    FP32,
+    Decision,
+    Finding,
+    graded,
+    is_worth_it,
+)
+from lightning_amp.measure import FORWARD
+
+
+class _Words(NamedTuple):
+    what: str
+    action: str
+
+
+_WHY: dict[str, _Words] = {
+    "off": _Words(
+        "where autocast is turned off",
+        "Take that region out, or keep only the operation in it that needs fp32. If that operation is a module of its"
+        " own, name it in `fp32_modules` instead.",
+    ),
+    "float64": _Words(
+        "in float64, which autocast leaves alone",
+        "Make the tensors float32: `.float()` on what is loaded, and no `torch.float64` constants.",
+    ),
+    "attention": _Words(
+        "in attention that torch computes step by step in fp32, since no fused kernel takes these arguments",
+        "Call it with arguments that a fused kernel takes: no dropout on a CPU, and no returned attention weights.",
+    ),
+    "not listed": _Words(
+        "in operations that autocast does not compute in half precision",
+        "Write them as `matmul`, `linear` or a convolution: autocast runs these in half precision.",
+    ),
+}
+
+
+def fp32_products(step: Step) -> dict[str, Counter[str]]:
+    """Return the FLOPs of the forward that are computed in fp32 or float64, by reason and place."""
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for operation in step.recorded.of_the_module if step.precision != FP32 else ():
+        if operation.flops and operation.dtype in ("float32", "float64") and operation.part == FORWARD:
+            why = "not listed"
+            if operation.in_fp32_module:
+                why = "fp32_modules"
+            elif operation.dtype == "float64":
+                why = "float64"
+            elif not operation.autocast:
+                why = "off"
+            elif "attention" in operation.asked:
+                why = "attention"
+            place = operation.module if why == "fp32_modules" else str(operation.place or operation.module)
+            found[why][f"{operation.name} in {place}" if why == "not listed" else place] += operation.flops
+    return found
+
+
+def autocast_off(step: Step, machine: Machine, decision: Decision) -> Finding | None:
+    """Find products that stay in fp32, other than by `fp32_modules`, if they are 2 % of the FLOPs of the forward."""
+    shares: dict[str, float] = {}
+    found = fp32_products(step)
+    for why in _WHY:
+        shares[why] = sum(found[why].values()) / max(step.recorded.forward_flops, 1) if why in found else 0.0
+    shares = {why: share for why, share in sorted(shares.items(), key=lambda pair: -pair[1]) if share >= 0.02}
+    if not shares:
+        return None
+    reasons = []
+    for why, share in shares.items():
+        places = [place or "the module itself" for place, _ in found[why].most_common()]
+        more = f", and {counted(len(places) - 2, 'other place')}" if len(places) > 2 else ""
+        part = f"{percent(share)} " if len(shares) > 1 else ""
+        reasons.append(f"{part}{_WHY[why].what} ({'; '.join(places[:2])}{more})")
+    total = sum(shares.values())
+    text = f"{percent(total)} of the FLOPs of the forward stay in full precision, {', '.join(reasons)}."
+    return Finding(graded(total, 0.1), "autocast-off", text, _WHY[next(iter(shares))].action, total)
+
+
+def fp32_modules_dominate(step: Step, machine: Machine, decision: Decision) -> Finding | None:
+    """Find `fp32_modules` that hold a tenth of the FLOPs of the forward."""
+    found = fp32_products(step)["fp32_modules"]
+    share = sum(found.values()) / max(step.recorded.forward_flops, 1)
+    if share < 0.1:
+        return None
+    largest = found.most_common(1)[0][0]
+    text = f"`fp32_modules` keeps {percent(share)} of the FLOPs of the forward in fp32, most of them in `{largest}`."
+    action = "Name fewer modules: `find_fp32_modules` searches for a small set that keeps the gradients."
+    return Finding(graded(share, 0.5), "fp32-modules-dominate", text, action, share)
+
+
+_SLOWEST = 3.0
+"""A cast counts as at most this multiple of a usual cast: on a busy machine, one call may take far longer."""
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+"""Torch functions that cast their weights anew for each time step."""
+_CASTING = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
+
+
+def many_casts(step: Step, machine: Machine, decision: Decision) -> Finding | None:
+    """Find casts beyond autocast's own one per weight: six of them, or 1 % of the operations' time."""
+    casts = [operation for operation in step.recorded.of_the_module if operation.cast_bytes]
+    sites: dict[tuple[bool, str], list[Operation]] = {}
+    cast_before: set[int] = set()
+    for cast in casts:
+        asked, is_forward = cast.asked.rpartition(".")[2], cast.part == FORWARD
+        is_again = cast.cast_of in cast_before
+        cast_before.update([cast.cast_of] if cast.cast_of else [])
+        if is_forward and asked in _CASTING and cast.place and (is_again or not cast.cast_of):
+            sites.setdefault((True, str(cast.place)), []).append(cast)
+        elif is_forward and is_again and asked not in _RECURRENT:
+            sites.setdefault((False, cast.module), []).append(cast)
+    if not sites:
+        return None
+    per_call, per_byte = median(c.seconds for c in casts), median(c.seconds / c.cast_bytes for c in casts)
+
+    def seconds(own: Iterable[Operation]) -> float:
+        return sum(min(c.seconds, _SLOWEST * max(per_call, per_byte * c.cast_bytes)) for c in own)
+
+    beyond = [cast for own in sites.values() for cast in own]
+    share = seconds(beyond) / max(step.recorded.seconds, 1e-12)
+    if share < 0.01 and len(beyond) < 6:
+        return None
+    explicit, where = max(sites, key=lambda site: seconds(sites[site]))
+    what = "casts of your own" if explicit else "casts of weights that were cast already"
+    text = (
+        f"{len(beyond)} {what} in a step, beyond autocast's one per weight, write"
+        f" {memory(sum(cast.cast_bytes for cast in beyond))} and take {percent(share)} of the time in operations; most"
+        f" at {where or 'the module itself'}."
+    )
+    action = (
+        "Take the casts out: autocast casts where an operation needs it, and leaves the format alone elsewhere."
+        if explicit
+        else "Call the module once on all rows instead of once per row, so that its weight is cast once."
+    )
+    return Finding(graded(share, 0.1), "many-casts", text, action, share)
+
+
+_HALF = {"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"}
+_NOT_PADDED = 32
+"""A dimension below this (the classes of a head, a single output) is not worth padding."""
+
+
+def unaligned_products(step: Step) -> Iterator[tuple[Unaligned, str, int]]:
+    """Yield products whose sizes are not aligned, the most FLOPs first, with their dtype and their number in a step."""
+    groups: defaultdict[tuple[Sizes, str], list[Operation]] = defaultdict(list)
+    for operation in step.recorded.of_the_module:
+        if operation.sizes and operation.dtype in _HALF:
+            groups[operation.sizes, operation.dtype].append(operation)
+    for (sizes, dtype), own in sorted(groups.items(), key=lambda item: -sum(o.flops for o in item[1])):
+        a, b, c = (n if n < _NOT_PADDED else -(-n // step.alignment) * step.alignment for n in sizes)
+        if (a, b, c) != sizes:
+            module = next((o.module for o in own if o.part == FORWARD and o.module), "")
+            yield Unaligned(sizes, (a, b, c), module, sum(o.flops for o in own)), dtype, len(own)
+
+
+def sizes_not_aligned(step: Step, machine: Machine, decision: Decision) -> Finding | None:
+    """Find such products if they are 5 % of the FLOPs; it is a warning if padding saves 5 % of a step."""
+    share = sum(found.flops for found in step.unaligned) / max(sum(step.recorded.flops.values()), 1)
+    if share < 0.05:
+        return None
+    worst = step.unaligned[0]
+    as_is = step.variant(AS_IT_IS)
+    step_s = median(as_is.step_s) if as_is is not None else max(step.seconds, 1e-12)
+    saved_s = sum(found.saved_s for found in step.unaligned if is_worth_it(found.padded_speed))
+    gained = min(1.0, min(saved_s, step.recorded.product_s) / step_s)
+    text = (
+        f"{percent(share)} of the FLOPs are products with sizes that are not multiples of {step.alignment}, most in"
+        f" `{worst.module}` ({' x '.join(map(str, worst.sizes))})"
+    )
+    pads = ", ".join(f"{a} to {b}" for a, b in zip(worst.sizes, worst.padded, strict=True) if a != b)
+    action = f"Pad vocabularies, features and sequence lengths to multiples of {step.alignment} ({pads})."
+    if step.precision == "fp8":
+        return Finding("note", "sizes-not-aligned", f"{text}; fp8 needs such multiples.", f"{action} Not tried.", 0.01)
+    if gained:
+        text += f"; padded, they save {percent(gained)} of a step, measured product by product"
+    elif worst.padded_speed is not None:
+        text += f"; padded to {' x '.join(map(str, worst.padded))}, measured here: {worst.padded_speed}"
+        if worst.padded_speed.claim in ("same", "slower"):
+            action = "Leave them as they are: padding gains nothing here."
+    return Finding(graded(gained, 0.05), "sizes-not-aligned", f"{text}.", action, max(gained, 0.01))

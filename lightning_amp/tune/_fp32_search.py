@@ -1,0 +1,114 @@
+"""Search for a small set of modules that passes a test. Plain Python without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from typing_extensions import final
+
+Tree = Mapping[str, Sequence[str]]
+"""The names of the nearest modules inside each module; the empty name has the modules at the top."""
+
+_MOST = 150
+
+
+@final
+class Found(NamedTuple):
+    """The result of a search.
+
+    Attributes:
+        names: Modules that pass the test together; `None` if not even all modules pass.
+        num_tried: Number of evaluated sets.
+        complete: Whether no module can be left out. False if the budget of evaluations ran out before that was known.
+
+    """
+
+    names: tuple[str, ...] | None
+    num_tried: int
+    complete: bool
+
+
+def search(
+    tree: Tree, passes: Callable[[tuple[str, ...]], bool], suspicion: Mapping[str, float], most: int = _MOST
+) -> Found:
+    """Find few and small modules that pass together.
+
+    Modules at the top are added until they pass, the most suspicious first, and twice as many each time. Then modules
+    are left out, in halves, the less suspicious ones first (delta debugging, Zeller and Hildebrandt 2002). Each module
+    that is left is replaced by modules inside it in the same way, if these are enough, and so on down the tree.
+
+    Args:
+        tree: The modules.
+        passes: Returns whether it is enough to have these modules, and all modules inside them, in fp32. It is called
+            once per set.
+        suspicion: Ratings by name; a higher one is more suspicious. A module without a rating is not suspicious.
+        most: Largest number of evaluations.
+
+    """
+    return _Search(tree, passes, suspicion, most).run()
+
+
+@final
+class _Search:
+    def __init__(
+        self, tree: Tree, passes: Callable[[tuple[str, ...]], bool], suspicion: Mapping[str, float], most: int
+    ) -> None:
+        self._tree, self._ask, self._suspicion, self._most = tree, passes, suspicion, most
+        self._known: dict[tuple[str, ...], bool] = {}
+        self._refused = False
+
+    def run(self) -> Found:
+        kept = self._fewest(self._tree[""], [])
+        if kept is None:
+            return Found(None, len(self._known), complete=True)
+        waiting = list(kept)
+        while waiting:
+            name = waiting.pop(0)
+            others = [other for other in kept if other != name]
+            parts = self._fewest(self._tree[name], others) if self._tree[name] else None
+            if parts is not None:
+                kept = [*others, *parts]
+                waiting += parts
+        for name in sorted(kept, key=self._rating):
+            rest = [other for other in kept if other != name]
+            kept = rest if self._passes(rest) else kept  # it was needed only because of one that was left out later
+        for name in sorted(self._tree, key=lambda name: -name.count(".")):
+            children = self._tree[name]
+            if name and len(children) > 1 and set(children) <= set(kept):  # all of a module: name the module
+                around = [*(other for other in kept if other not in children), name]
+                kept = around if self._passes(around) else kept
+        return Found(tuple(kept), len(self._known), complete=not self._refused)
+
+    def _rating(self, name: str) -> float:
+        return self._suspicion.get(name, -math.inf)
+
+    def _passes(self, names: Iterable[str]) -> bool:
+        single = tuple(sorted(names))
+        if single not in self._known:
+            if len(self._known) >= self._most:
+                self._refused = True
+                return False
+            self._known[single] = self._ask(single)
+        return self._known[single]
+
+    def _fewest(self, group: Sequence[str], rest: list[str]) -> list[str] | None:
+        """Return few modules of a group that pass together with the rest; `None` if the whole group does not."""
+        ranked, count = sorted(group, key=self._rating, reverse=True), 0
+        if not self._passes([*rest, *ranked]):
+            return None
+        while not self._passes([*rest, *ranked[:count]]):
+            count = min(max(1, 2 * count), len(ranked))
+        kept = self._without(ranked[:count][::-1], [*rest, *ranked[:count]]) if count else rest
+        return [name for name in ranked if name in kept]
+
+    def _without(self, group: Sequence[str], kept: list[str]) -> list[str]:
+        """Leave out as many modules of a group as possible."""
+        rest = [name for name in kept if name not in group]
+        if self._passes(rest):
+            return rest
+        if len(group) == 1:
+            return kept
+        half = (len(group) + 1) // 2
+        return self._without(group[half:], self._without(group[:half], kept))

@@ -1,1 +1,0 @@
-"""Find the largest batch that fits. Read `_find_batch_size.py` first."""

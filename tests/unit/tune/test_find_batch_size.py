@@ -1,0 +1,192 @@
+"""`find_batch_size` as a whole: most tests run in this process, one in fresh processes."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from zoo.compared import here
+
+import lightning_amp
+from lightning_amp.compare import Run, Spec
+from lightning_amp.tune import BatchSizes, _batch_size_run
+
+pytestmark = [
+    pytest.mark.usefixtures("in_tmp_path"),
+    pytest.mark.filterwarnings("ignore:Precision .* is not supported by the model summary"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+CPU = {"accelerator": "cpu"}
+
+
+class Wide(L.LightningModule):
+    """Its activations take far more memory than its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())]
+        self.net = nn.Sequential(nn.Linear(8, 64), *layers, nn.Linear(64, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.001)
+
+
+class Rows(L.LightningDataModule):
+    def __init__(self, rows: int = 4096, batch_size: int = 32) -> None:
+        super().__init__()
+        self.rows, self.batch_size = rows, batch_size
+
+    def train_dataloader(self) -> Any:
+        data = TensorDataset(torch.randn(self.rows, 8), torch.randn(self.rows, 1))
+        return DataLoader(data, batch_size=self.batch_size)
+
+
+def fifty() -> Rows:
+    return Rows(50, 64)
+
+
+class NotInBf16(Wide):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            raise ArithmeticError("no bf16 here")
+        return super().training_step(batch, batch_idx)
+
+
+class Never(Wide):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise ArithmeticError("never")
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note the sizes that ran in this process."""
+    ran: list[str] = []
+
+    def run(spec: Spec, on_progress: Any) -> Run:
+        ran.append(spec.label)
+        gc.collect()
+        return here(pickle.loads(cloudpickle.dumps(spec)))
+
+    monkeypatch.setattr(_batch_size_run, "run_in_process", run)
+    monkeypatch.setattr(_batch_size_run, "_STEADY_S", 0.0)
+    return ran
+
+
+def peak_gib(size: int, folder: Path) -> float:
+    """Return the peak of a size without a search."""
+    folder.mkdir()
+    factories = Wide, partial(Rows, batch_size=size)
+    run, _ = _batch_size_run.run_once(Spec("x", {"precision": "fp32"}), factories, None, CPU, folder, print)
+    return (run.peak_memory_bytes or 0) / 2**30
+
+
+@pytest.mark.slow
+def test_the_next_multiple_of_8_would_not_fit(sizes: list[str], tmp_path: Path) -> None:
+    limit = 0.001
+    found = lightning_amp.find_batch_size(Wide, Rows, ["fp32"], memory_limit_gib=limit, trainer_kwargs=CPU)
+    result = found["fp32"]
+    assert result.batch_size % 8 == 0
+    assert result.peak_gib <= limit
+    assert peak_gib(result.batch_size, tmp_path / "a") == pytest.approx(result.peak_gib, rel=0.01)
+    assert peak_gib(result.batch_size + 8, tmp_path / "b") > limit
+
+
+@pytest.mark.slow
+def test_a_fresh_process(tmp_path: Path) -> None:
+    """This test replaces nothing."""
+    before = torch.random.get_rng_state(), sorted(tmp_path.iterdir())
+    found = lightning_amp.find_batch_size(Wide, fifty, ["bf16"], memory_limit_gib=0.1, trainer_kwargs=CPU)
+    result = found["bf16"]
+    assert isinstance(found, BatchSizes)
+    assert (result.batch_size, result.error) == (50, None)
+    assert 0 < result.peak_gib < 0.1
+    assert result.samples_per_s > 0
+    assert result.lr == pytest.approx(0.001 * (50 / 64) ** 0.5, rel=0.01)
+    assert [point.batch_size for point in result.measured] == [50]
+    assert torch.equal(before[0], torch.random.get_rng_state())
+    assert before[1] == sorted(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_bf16_takes_more_rows_than_fp32(sizes: list[str]) -> None:
+    found = lightning_amp.find_batch_size(Wide, Rows, memory_limit_gib=0.0015, trainer_kwargs=CPU)
+    assert list(found) == ["fp32", "bf16"]
+    assert found["bf16"].batch_size > 1.2 * found["fp32"].batch_size
+    assert all(result.peak_gib <= 0.0015 for result in found.values())
+    assert len(sizes) <= 12
+    assert all(result.measured[0].batch_size == 32 for result in found.values())
+
+
+def test_one_precision_fails(sizes: list[str]) -> None:
+    precisions = {"mine": {"precision": "bf16"}, "plain": 32}
+    found = lightning_amp.find_batch_size(NotInBf16, fifty, precisions, memory_limit_gib=1, trainer_kwargs=CPU)
+    assert found["plain"].batch_size == 50
+    assert (found["mine"].batch_size, found["mine"].lr) == (0, None)
+    assert found["mine"].error == "Training in mine failed at batch size 64: ArithmeticError: no bf16 here."
+    assert "| mine | none |" in str(found)
+
+
+def test_all_fail(sizes: list[str]) -> None:
+    with pytest.raises(RuntimeError, match="^Training in fp32 failed .* never. Training in bf16 failed .* never.$"):
+        lightning_amp.find_batch_size(Never, fifty, memory_limit_gib=1, trainer_kwargs=CPU)
+
+
+@pytest.mark.slow
+def test_a_limit_below_the_smallest_batch(sizes: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"the smallest batch; in fp32 a batch of 1 .* in bf16 a batch of 1 "):
+        lightning_amp.find_batch_size(Wide, fifty, memory_limit_gib=1e-6, trainer_kwargs=CPU)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"make_module": Wide()}, "`make_module` must be a LightningModule, or a function"),
+        ({"make_data": lambda x: x}, "`make_data` must be callable without arguments"),
+        ({"precisions": "fp32"}, "`precisions` must be a sequence of precisions"),
+        ({"precisions": ["fp33"]}, "fp33"),
+        ({"memory_limit_gib": 0}, "`memory_limit_gib` must be a number above 0, in GiB, or `None`.*; got 0."),
+        ({"memory_limit_gib": "4"}, "`memory_limit_gib` must be a number above 0"),
+        ({"memory_limit_gib": True}, "`memory_limit_gib` must be a number above 0"),
+        ({"memory_limit_gib": float("nan")}, "`memory_limit_gib` must be a number above 0"),
+        ({"memory_limit_gib": None}, "`memory_limit_gib` must be given on the CPU"),
+        ({"trainer_kwargs": {"max_epoch": 1}}, "Did you mean 'max_epochs'"),
+        ({"trainer_kwargs": {"precision": 16}}, "must not have 'precision'"),
+    ],
+)
+def test_wrong_arguments_run_nothing(kwargs: Any, message: str, sizes: list[str]) -> None:
+    arguments = {"make_module": Wide, "make_data": Rows, "memory_limit_gib": 1, "trainer_kwargs": CPU, **kwargs}
+    with pytest.raises(ValueError, match=message):
+        lightning_amp.find_batch_size(**arguments)
+    assert sizes == []
+
+
+def test_not_inside_of_a_run(sizes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_AMP_ARM", "1")
+    with pytest.raises(RuntimeError, match="`find_batch_size` was called while the process of an arm imported this"):
+        lightning_amp.find_batch_size(Wide, Rows, memory_limit_gib=1)
+
+
+def test_it_says_what_goes_on(sizes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    lightning_amp.find_batch_size(Wide, fifty, memory_limit_gib=1, trainer_kwargs=CPU)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[")]
+    assert [line.partition(" GiB")[0].rpartition(":")[0] for line in lines] == [
+        "[1/6] fp32, batch size 50", "[2/6] bf16, batch size 50",
+    ]  # fmt: skip
+
+
+def test_it_is_found_by_its_name() -> None:
+    assert lightning_amp.find_batch_size is sys.modules["lightning_amp.tune"].find_batch_size
