@@ -193,7 +193,7 @@ def test_skip_nonfinite(precision: str) -> None:
 
 
 def test_a_stuck_run_says_which_parameters() -> None:
-    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(max_consecutive_skips=5))
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(min_scale=65536.0, max_consecutive_skips=5))
     with pytest.raises(FloatingPointError, match=r"5 optimizer steps in a row.*`net.0.weight`"):
         fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=range(8))])
 

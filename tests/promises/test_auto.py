@@ -94,27 +94,3 @@ def test_a_compiled_module_computes_in_it(on_machine: OnMachine) -> None:
         assert module.dtypes["fit"] == Choice.of(PICKED[name]).dtype
 
 
-def test_a_resumed_run_and_what_follows_it_stay_in_the_precision_of_the_checkpoint(
-    on_machine: OnMachine, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "slow.ckpt"
-    on_machine("bf16-fast")
-    fit(Seen, AmpPrecision()).save_checkpoint(path)
-    on_machine("bf16-slow")
-    caplog.set_level("INFO")
-    lines(caplog)
-    plugin, module = AmpPrecision(eval_precision="auto"), Seen()
-    trainer = quiet_trainer(plugins=[plugin], max_epochs=2)
-    trainer.fit(module, batches(2), batches(1), ckpt_path=path)
-    assert module.dtypes == {"fit": torch.bfloat16, "validate": torch.bfloat16}
-    said = lines(caplog)
-    assert len(said) == 2
-    assert "the run of the checkpoint is in 'bf16'; it goes on in 'bf16', although 'auto' is 'fp32' here" in said[1]
-    trainer.validate(module, batches(1), verbose=False)
-    assert module.dtypes["validate"] == torch.bfloat16
-    trainer.save_checkpoint(tmp_path / "again.ckpt")
-    entry = torch.load(tmp_path / "again.ckpt", weights_only=True)["AmpPrecision"]
-    assert (entry["precision"], entry["began_in"]) == ("bf16", "bf16")
-    for again in (plugin, copy.deepcopy(plugin)):  # another Trainer that resumes nothing
-        quiet_trainer(plugins=[again]).fit(module, batches(1))
-        assert module.dtypes["fit"] == torch.float32
