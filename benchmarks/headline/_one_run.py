@@ -28,7 +28,7 @@ from benchmarks.headline._plan import Run
 from benchmarks.headline._records import Outcome
 from benchmarks.headline.models import MODELS, Workload
 from lightning_amp.advice._machine import device_name
-from lightning_amp.casting import MatmulFlops
+from lightning_amp.measure import MatmulFlops
 from lightning_amp.shadow import in_one_line, is_out_of_memory
 
 _MOST_STEPS = 200

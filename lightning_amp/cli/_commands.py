@@ -147,7 +147,7 @@ def run_compare(options: Any) -> Outcome:
             precisions=tuple(options.precisions),
             seed=options.seed,
             num_seeds=options.seeds,
-            margins={name: _margin(name, value) for name, value in _flat(options.margins).items()},
+            margins={name: _margin(name, value) for name, value in options.margins.items()},
             control=options.control,
             dirpath=options.dirpath,
             executor=_executor(options.devices_at_once, user["trainer_kwargs"].get("devices")),
@@ -205,14 +205,6 @@ def _outcome_of_part(runs: Sequence[Run], part: int, num_parts: int) -> Outcome:
         text = f"Part {part} of {num_parts} has no run, because there are fewer runs than parts.\n"
     lines = "".join(f"\n- `{run.name}`: {' '.join((run.error or '').split())}\n" for run in failed)
     return Outcome(text + lines, has_work=bool(failed))
-
-
-def _flat(margins: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return margins by the names of metrics, of which jsonargparse takes those with dots apart."""
-    found: dict[str, Any] = {}
-    for name, value in margins.items():
-        found |= _flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
-    return found
 
 
 def _margin(name: str, value: Any) -> Any:

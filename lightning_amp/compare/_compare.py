@@ -179,7 +179,12 @@ class Comparison:
             texts = {label: identity.of(arm.source) for label, arm in arms.items()}
             texts[CONTROL] = f"the control of {texts[plan.reference]}"
             shared = {name: identity.of(value) for name, value in settings.items()}
-            self._store = Store(dirpath, shared, texts, list(dict.fromkeys(identity.unknown)))
+            if identity.unknown:
+                raise ValueError(
+                    f"With `dirpath`, the text of each setting must tell it from others; that of {identity.unknown[0]}"
+                    " does not. Make such an object inside of `make_module` or `make_data`."
+                )
+            self._store = Store(dirpath, shared, texts)
 
     def run(self) -> PrecisionReport:
         """Train what is not kept, and judge all runs."""

@@ -175,13 +175,9 @@ def num_rows(batch: Any) -> int | None:
 
 def _progress(trainer: Trainer, num_laps: int) -> tuple[float | None, str]:
     """Return the share of the training that is done, and the epoch as a text."""
-    batches, epochs, steps = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
-    shares: list[float] = []
-    if steps > 0:
-        shares.append(trainer.global_step / steps)
-    text = f"epoch {trainer.current_epoch + 1}"
-    if epochs is not None and epochs > 0:
-        text += f"/{epochs}"
-        if batches not in (0, float("inf")):
-            shares.append(num_laps / (epochs * batches))
-    return (min(1.0, max(shares)) if shares else None), text
+    text, epochs = f"epoch {trainer.current_epoch + 1}", trainer.max_epochs or -1
+    if trainer.max_steps > 0:
+        return trainer.global_step / trainer.max_steps, text
+    if epochs < 0:
+        return None, text
+    return num_laps / (epochs * trainer.num_training_batches), f"{text}/{epochs}"

@@ -195,12 +195,8 @@ def _outcome(header: Mapping[str, Any], folder: Path, log: Path, code: int) -> R
 
 def _signal_name(code: int) -> str | None:
     """Return the name of the signal that ended a process; `None` if it ended by itself."""
-    if code >= 0:
-        return None
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return str(-code)
+    names = {each.value: each.name for each in signal.Signals}
+    return names.get(-code, f"signal {-code}") if code < 0 else None
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------

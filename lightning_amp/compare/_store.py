@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from typing_extensions import final
 from lightning_amp import _messages
 from lightning_amp._arguments import require
 from lightning_amp._files import child, location, open_text, write_atomically
-from lightning_amp._text import named
 from lightning_amp.compare._process import versions
 from lightning_amp.compare._run import Run, from_data, to_data
 
@@ -31,31 +30,20 @@ class Store:
         dirpath: The folder, which is made.
         settings: The settings that all runs share, each as a text.
         arms: The settings of each arm as a text, by label.
-        unknown: Types of objects that have the same text as others. If there are any, no earlier run is loaded, and a
-            warning names them.
 
     Raises:
         OSError: If the folder cannot be made.
 
     """
 
-    def __init__(
-        self, dirpath: Any, settings: Mapping[str, str], arms: Mapping[str, str], unknown: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, dirpath: Any, settings: Mapping[str, str], arms: Mapping[str, str]) -> None:
         fine = isinstance(dirpath, (str, os.PathLike)) and bool(str(dirpath))
         require(fine, "dirpath", "a folder, its URL", dirpath, none="or `None`")
         self._dirpath, self._folder = str(dirpath), location(dirpath, "dirpath")
         self._settings = {label: {f"precisions[{label!r}]": arm, **settings} for label, arm in arms.items()}
-        self._reuses = not unknown
         if isinstance(self._folder, Path):
             self._folder = self._folder.absolute()
             self._folder.mkdir(parents=True, exist_ok=True)
-        if unknown:
-            _messages.warn(
-                f"`compare_precisions` keeps finished runs in `{self._folder}`, but a second call runs them again: the"
-                f" arguments hold {named(unknown)}, whose text does not tell one from another. Make such an object"
-                " inside of `make_module` or `make_data`."
-            )
 
     def load(self, label: str, seed: int, *, failed: bool = False) -> Run | None:
         """Return a kept run; `None` if there is none, if its file is torn, or if it failed, unless `failed` is true.
@@ -69,7 +57,7 @@ class Store:
             with open_text(child(self._folder, name)) as file:
                 data: Any = json.load(file)
             run, theirs = from_data(Run, data["run"]), data["settings"]
-            if data["format"] != _FORMAT or not self._reuses:
+            if data["format"] != _FORMAT:
                 return None
         except (FileNotFoundError, KeyError, TypeError, ValueError):  # a `ValueError`: it is half written, or no text
             return None

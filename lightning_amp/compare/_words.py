@@ -149,8 +149,6 @@ def notes(plan: Plan, arms: Mapping[str, Arm]) -> list[str]:
             )
     if any(arm.step_s is not None for arm in arms.values()):
         lines.append("Times are medians of steady training steps, with their middle half.")
-    if any(run.shared_a_device(runs) for run in runs):
-        lines.append("Runs that shared a device have the same bits as alone, but other times.")
     memory_of = {arm.memory_of for arm in arms.values()} - {None}
     if memory_of:
         whose = "the device's own count" if memory_of == {"device"} else "the memory of tensors on the CPU"
@@ -159,9 +157,7 @@ def notes(plan: Plan, arms: Mapping[str, Arm]) -> list[str]:
         tf32 = "TF32 was allowed in fp32" if any(run.tf32 for run in runs) else "TF32 was off"
         found = dict.fromkeys(f"{name} {version}" for run in runs for name, version in run.versions.items())
         devices = dict.fromkeys(run.device for run in runs)
-        hosts = len({run.host for run in runs})
-        where = f"{' and '.join(devices)}{f', on {hosts} machines' if hosts > 1 else ''}"
-        lines.append(f"Ran on {where}; {tf32}; {', '.join(found)}.")
+        lines.append(f"Ran on {' and '.join(devices)}; {tf32}; {', '.join(found)}.")
     return [line(text) for text in lines]
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward  # remove with `watched_backward`
 
 
 def watched_backward(
@@ -21,6 +20,8 @@ def watched_backward(
     A mode handles each public function as one call, and is off during that call. So it would see neither a user's own
     Function nor the operations that activation checkpointing runs again. Remove when a mode stays on in a backward.
     """
+    from torch.autograd.graph import _engine_run_backward
+
     if gradient is None and loss.numel() != 1:
         loss.backward(None, retain_graph, create_graph, inputs)  # this call raises the usual error
         return

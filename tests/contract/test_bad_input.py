@@ -35,7 +35,7 @@ def test_plugin_and_precision() -> None:
 
 def test_the_other_package() -> None:
     other = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(Exception, match=r"use `import lightning as L; L.Trainer\(...\)`"):
+    with pytest.raises(Exception, match=r"`import lightning as L; L.Trainer\(...\)`"):
         other.Trainer(plugins=[AmpPrecision("bf16")], accelerator="cpu", logger=False)
 
     class Module(other.LightningModule):

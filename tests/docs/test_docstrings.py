@@ -112,7 +112,7 @@ class Data(L.LightningDataModule):
 def run_example(example: Example) -> dict[str, Any]:
     """Run it as a user would, with a model and data; train with a `training_step` that it defines."""
     public = {name: getattr(lightning_amp, name) for name in lightning_amp.__all__}
-    given = {"L": L, "torch": torch, "nn": nn, "model": Model(), "data": Data()}
+    given = {"L": L, "torch": torch, "nn": nn, "model": Model(), "data": Data(), "Model": Model, "Data": Data}
     namespace: dict[str, Any] = {"__name__": "__main__", **public, **given}
     # The padding makes a traceback name the line in the file.
     exec(compile("\n" * example.line + example.code, ROOT / example.path, "exec"), namespace)

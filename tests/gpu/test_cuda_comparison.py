@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from zoo.compared import Sea, Waves, by_hand, here, task
+from zoo.compared import Sea, Waves, by_hand, here, spec
 
 from lightning_amp import AmpPrecision, compare_precisions
 from lightning_amp.measure import StepTimer
@@ -25,14 +25,14 @@ class Wide(Waves):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_its_values_are_those_of_a_run_by_hand(precision: str, tmp_path: Path) -> None:
-    run = here(task(tmp_path, precision, **CUDA))
+    run = here(spec(tmp_path, precision, **CUDA))
     assert run.error is None
     notes = by_hand(AmpPrecision(precision), **CUDA).notes
     assert {n: [p.value for p in points] for n, points in run.curves.items()} == notes
 
 
 def test_memory_is_the_devices_own_peak(tmp_path: Path) -> None:
-    run = here(task(tmp_path, module=Wide, max_epochs=4, **CUDA))
+    run = here(spec(tmp_path, module=Wide, max_epochs=4, **CUDA))
     weights = 4 * sum(p.numel() for p in Wide().parameters())
     assert run.memory_of == "device"
     assert run.peak_memory_bytes is not None

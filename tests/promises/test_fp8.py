@@ -15,7 +15,7 @@ from support.promises import plain_adamw
 from support.resuming import Resumable
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from zoo.compared import Waves, here, task
+from zoo.compared import Waves, here, spec
 
 from lightning_amp import AmpPrecision, GradientMonitor
 
@@ -190,7 +190,7 @@ class DeepWaves(Waves):
 
 
 def test_an_arm_of_a_comparison_says_what_it_multiplied_in(tmp_path: Path) -> None:
-    run = here(task(tmp_path, {"precision": "fp8", "fp8_recipe": emulated()}, DeepWaves, max_epochs=1))
+    run = here(spec(tmp_path, {"precision": "fp8", "fp8_recipe": emulated()}, DeepWaves, max_epochs=1))
     assert run.error is None
     assert run.precision == "fp8"
     shares = {name: flops / sum(run.matmul_flops.values()) for name, flops in run.matmul_flops.items()}

@@ -124,7 +124,7 @@ ORDERS = {
 
 
 def by_torchs_recipe(m: Two, batch: Tensor) -> None:
-    """Step through the plugin's scaler, as in a loop without a Trainer."""
+    """Scale and unscale by the plugin's scaler, as in a loop without a Trainer; steps are the plugin's."""
     scaler = getattr(m.trainer.precision_plugin, "scaler", None)
     for optimizer, loss in zip(m.optimizers(), m.losses(batch), strict=True):
         optimizer.zero_grad()
@@ -133,9 +133,7 @@ def by_torchs_recipe(m: Two, batch: Tensor) -> None:
         if scaler is not None:
             scaler.unscale_(optimizer.optimizer)
         torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
-        optimizer.step() if scaler is None else scaler.step(optimizer.optimizer)
-    if scaler is not None:
-        scaler.update()
+        optimizer.step()
 
 
 def unscale_by_scaler_then_accumulate(m: Two, batch: Tensor) -> None:

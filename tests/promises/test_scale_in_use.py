@@ -258,6 +258,7 @@ def test_an_optimizer_that_moves_before_its_closure_is_protected(bad: int) -> No
     layer = nn.Linear(2, 1)
     optimizer = Perturbs(layer.parameters())
     steps = ScaledSteps(None, [optimizer])
+    before: list[Tensor] = []
     for i in range(bad + 1):
         before = [p.detach().clone() for p in layer.parameters()]
 
@@ -278,7 +279,7 @@ def test_an_optimizer_that_moves_before_its_closure_is_protected(bad: int) -> No
 def test_optimizers_made_anew_move_the_scale_and_are_not_kept() -> None:
     layer = nn.Linear(2, 1)
     steps = ScaledSteps(DynamicLossScaler(4.0, growth_interval=1))
-    made: list[weakref.ref[Any]] = []
+    made: list[weakref.ref[Any]] = []  # all but the last one are gone
     for _ in range(6):
         optimizer = torch.optim.SGD(layer.parameters(), 0.1)
         made.append(weakref.ref(optimizer))
@@ -288,7 +289,6 @@ def test_optimizers_made_anew_move_the_scale_and_are_not_kept() -> None:
     steps.flush()
     assert steps.scaler is not None
     assert steps.scaler.get_scale() == 4.0 * 2**6
-    del optimizer
     gc.collect()
     assert [each() for each in made[:-1]] == [None] * 5
 

@@ -104,21 +104,6 @@ def test_whichever_call(call: str, edit: str) -> None:
     assert (plugin.num_skipped, plugin.scaler.get_scale()) == (1, 2.0**9)
 
 
-def test_the_step_of_the_scaler() -> None:
-    class ByTheScaler(Unscales):
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            optimizer, scaler = self.optimizers(), self.trainer.precision_plugin.scaler
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            self.edit(optimizer, batch_idx)
-            scaler.step(optimizer)
-            scaler.update()
-
-    plugin = plugin_for("scaled")
-    fit(lambda: ByTheScaler(clip, "scaler"), plugin)
-    assert plugin.num_skipped == 1
-
-
 @pytest.mark.parametrize("threshold", [0.1, LARGE])
 def test_as_torchs_own_recipe(threshold: float) -> None:
     def clip_at(module: nn.Module) -> None:

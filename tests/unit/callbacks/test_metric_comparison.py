@@ -265,8 +265,10 @@ def test_nothing_to_compare_is_said_once(how: str, caplog: pytest.LogCaptureFixt
 
 
 def test_deepspeed_is_refused() -> None:
+    class StandIn(SimpleNamespace): ...
+
     comparison = MetricComparison()
-    trainer: Any = SimpleNamespace(strategy=object.__new__(DeepSpeedStrategy), current_epoch=0, global_step=0)
+    trainer: Any = StandIn(strategy=object.__new__(DeepSpeedStrategy), current_epoch=0, global_step=0)
     with pytest.warns(UserWarning, match="does not run: .* the strategy is `DeepSpeedStrategy`"):
         comparison.setup(trainer, Model(), "fit")
     trainer.sanity_checking = False

@@ -153,7 +153,7 @@ def test_a_url_that_cannot_be_written_is_said_once(bucket_folder: str) -> None:
 
 
 def test_writes_its_file_when_the_run_crashes(tmp_path: Path) -> None:
-    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(64.0, max_consecutive_skips=3))
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(64.0, min_scale=64.0, max_consecutive_skips=3))
     with pytest.raises(FloatingPointError):
         fit(Toy, plugin, callbacks=[Poison(gradient=range(8)), ScaleMonitor(dirpath=tmp_path)])
     assert ScaleHistory.from_csv(tmp_path / "scale_history.csv").num_skipped == 3

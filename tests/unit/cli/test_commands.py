@@ -73,7 +73,7 @@ def test_the_defaults(command: Any, compared: Any) -> None:
 def test_everything(command: Any, compared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning_amp.compare, "LocalDevices", dict, raising=False)
     options = ["--precisions", "fp32", "fp8", "--seeds", "3", "--seed", "5", "--control", "false", "--dirpath", "kept"]
-    margins = ["--margins.val_acc", "0.001", "--margins.val/x=max:0.1", "--margins.y.z", '["min", 2]']
+    margins = ["--margins.val_acc", "0.001", "--margins.val/x=max:0.1", "--margins.y", '["min", 2]']
     options += ["--devices-at-once", "4", "--html", "x.html", "--json", "x.json"]
     assert command("compare", *options, *BOTH, "--trainer.max_epochs=2", *margins, "--model.lr", "0.5")[0] == 0
     (call,) = compared.calls
@@ -84,7 +84,7 @@ def test_everything(command: Any, compared: Any, monkeypatch: pytest.MonkeyPatch
         "trainer_kwargs": {"max_epochs": 2},
         "seed": 5,
         "num_seeds": 3,
-        "margins": {"val_acc": 0.001, "val/x": ("max", 0.1), "y.z": ("min", 2.0)},
+        "margins": {"val_acc": 0.001, "val/x": ("max", 0.1), "y": ("min", 2.0)},
         "control": False,
         "dirpath": "kept",
         "executor": {"num": 4, "per_run": 1},

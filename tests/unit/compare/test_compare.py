@@ -128,12 +128,11 @@ def make_with_a_table(table: Any) -> Waves:
     return Waves()
 
 
-def test_runs_with_settings_without_an_identity_run_again(ran: list[str], tmp_path: Path) -> None:
+def test_settings_without_an_identity_are_refused(ran: list[str], tmp_path: Path) -> None:
     make = partial(make_with_a_table, torch.arange(2000.0))
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="a second call runs them again: the arguments hold `Tensor`, whose text"):
-            compare(("fp32",), make, dirpath=tmp_path)
-    assert ran == ["fp32 0", "fp32 0"]
+    with pytest.raises(ValueError, match="must tell it from others; that of Tensor does not"):
+        compare(("fp32",), make, dirpath=tmp_path)
+    assert ran == []
 
 
 def test_an_interrupt_loses_nothing(ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

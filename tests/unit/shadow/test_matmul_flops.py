@@ -11,7 +11,7 @@ from support import FEATURES, Toy, assert_same, attributes, batches, fit, weight
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision
-from lightning_amp.casting import MatmulFlops
+from lightning_amp.measure import MatmulFlops
 from lightning_amp.shadow import matmul_flops
 
 

@@ -44,7 +44,7 @@ class Net(LightningModule):
 
 class Data(LightningDataModule):
     def setup(self, stage: str) -> None:
-        self.rows = torch.ones(8, 4)
+        self.rows = torch.ones(8, 4, dtype=torch.float32)
 
     def train_dataloader(self) -> Any:
         return torch.utils.data.DataLoader(self.rows, batch_size=4)
