@@ -8,13 +8,13 @@ findings and the report import nothing of Lightning.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_amp.advice._report import SIGNS, DoctorReport
-from lightning_amp.advice.findings import Finding
+from lightning_amp.advice._report import DoctorReport
+from lightning_amp.advice.findings._finding import Finding
 
 if TYPE_CHECKING:
     from lightning_amp.advice._doctor import doctor
 
-__all__ = ["SIGNS", "DoctorReport", "Finding", "doctor"]
+__all__ = ["DoctorReport", "Finding", "doctor"]
 
 
 def __getattr__(name: str) -> Any:

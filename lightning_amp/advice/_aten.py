@@ -6,20 +6,6 @@ import torch
 
 _aten = torch.ops.aten
 
-WAITS = {
-    _aten._local_scalar_dense: "reads a value",
-    _aten.nonzero: "nonzero",
-    _aten.masked_select: "masked_select",
-    _aten.equal: "equal",
-    _aten._unique2: "unique",
-    _aten.unique_dim: "unique",
-    _aten.unique_consecutive: "unique_consecutive",
-}
-"""Operations that make the host wait for their result, or for its size. Remove when torch tags them as such."""
-
-INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}
-"""Operations that wait if an index is a mask, since they count its rows. Remove with `WAITS`."""
-
 COPIES = {_aten._to_copy, _aten.copy_}
 """Operations that cast, also inside autocast. Remove when `_to_copy` has a public name."""
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
-from statistics import median
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_amp._arguments import require
-from lightning_amp.advice._fused import fuse_optimizers
 from lightning_amp.advice._machine import Machine, compare, examine, product_of, timed
 from lightning_amp.advice._race import Contestant, Track, race
 from lightning_amp.advice._report import DoctorReport
@@ -23,14 +20,13 @@ from lightning_amp.advice._step import (
     CHANNELS_LAST,
     FUSED,
     IN_FP32,
-    Memory,
     Step,
     Unaligned,
 )
 from lightning_amp.advice._watch import Watch
-from lightning_amp.advice.findings import unaligned_products
+from lightning_amp.advice.findings._products import unaligned_products
 from lightning_amp.casting import Choice, our_name
-from lightning_amp.compare import Spec, check_trainer_names, parse_arms
+from lightning_amp.compare import Spec, check_trainer_names, parse_arms, progress
 from lightning_amp.measure import DATA, OPTIMIZER
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import (
@@ -115,7 +111,9 @@ def doctor(
     arm = _arm(precision)
     where = _device(device, kwargs)
     given = our_name(arm.source.get("precision", "auto") if isinstance(arm.source, Mapping) else arm.source.precision)
-    with unnoticed(where), progress() as say:
+    with unnoticed(where), progress(1) as shown:
+        shown.start("doctor")
+        say = partial(shown.move, None)
         if make_module is not None:
             require_unsharded(make_module, "doctor")
         say(f"timing products on {where}")
@@ -158,8 +156,8 @@ def _examine_step(
     return replace(
         step,
         fp32_recorded=fp32.recorded if fp32 else None,
-        fp32_memory=_with_states_of(fp32.memory, step.memory) if fp32 else None,
-        unaligned=tuple(_with_padding(step, device)),
+        fp32_memory=fp32.memory if fp32 else None,
+        unaligned=_unaligned(step, device),
         variants=variants,
         notes=tuple(f"{variant.label}: {variant.error}" for variant in variants if variant.error),
     )
@@ -192,34 +190,26 @@ def _contestants(
     if step.precision != "fp32":
         yield Contestant(IN_FP32, lambda: (own(), AmpPrecision("fp32")), is_watched=True)
     if any(optimizer.can_fuse for optimizer in step.optimizers) and step.share(OPTIMIZER) > 0.03:
-        yield Contestant(FUSED, lambda: (fuse_optimizers(own()), arm.plugin()))
+        yield Contestant(FUSED, lambda: (own(), arm.plugin()))
     recorded, layout = step.recorded, {"memory_format": torch.channels_last}
     if recorded.convolution_flops > 0.1 * recorded.forward_flops and not recorded.channels_last:
         yield Contestant(CHANNELS_LAST, lambda: (own().to(**layout), arm.plugin()))  # type: ignore[call-overload]
 
 
-def _with_padding(step: Step, device: torch.device) -> Iterator[Unaligned]:
-    """Yield the products whose sizes are not aligned, the largest ones timed with padding.
+def _unaligned(step: Step, device: torch.device) -> Unaligned | None:
+    """Return the products whose sizes are not aligned, with the speed of the largest one if it is padded.
 
     In fp8, products of other sizes do not run in fp8 at all, so there is no time to compare with.
     """
-    for number, (found, dtype, count) in enumerate(unaligned_products(step)):
-        if number >= _MOST_PADDED or step.precision == "fp8":
-            yield found
-            continue
-        name = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
-        calls = {str(sizes): product_of(name, sizes, device) for sizes in (found.sizes, found.padded)}
-        own_s, padded_s = timed(calls, _PADDING_S).values()
-        speed = compare(padded_s, own_s)
-        yield replace(found, padded_speed=speed, saved_s=count * (median(own_s) - median(padded_s)))
+    found = unaligned_products(step)
+    if found is None or step.precision == "fp8":
+        return found
+    calls = {str(sizes): product_of(found.format, sizes, device) for sizes in (found.sizes, found.padded)}
+    own_s, padded_s = timed(calls, _PADDING_S).values()
+    return replace(found, padded_speed=compare(padded_s, own_s))
 
 
-_MOST_PADDED, _PADDING_S = 4, 0.2
-
-
-def _with_states_of(full: Memory, own: Memory) -> Memory:
-    """Return the memory in fp32, with the optimizer states of the other run: LBFGS keeps more with each step."""
-    return replace(full, states=own.states, peak=full.peak - full.states + own.states)
+_PADDING_S = 0.2
 
 
 def _arm(precision: Any) -> Spec:
@@ -237,19 +227,3 @@ def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> tor
     except Exception as error:
         rule = "a device of this machine, such as 'cpu' or 'cuda:0'"
         raise ValueError(f"`device` must be {rule}, got {device!r} ({error}).".replace("\n", " ")) from error
-
-
-@contextmanager
-def progress() -> Generator[Callable[[str], None]]:
-    """Yield a function that shows its text in one line on the terminal; erase the line at the end."""
-    stream, began_s = sys.stderr, time.perf_counter()
-
-    def say(text: str) -> None:
-        if stream is not None and stream.isatty():
-            stream.write("\r\033[K" + (text and f"doctor: {text} ({time.perf_counter() - began_s:.0f} s)"[:79]))
-            stream.flush()
-
-    try:
-        yield say
-    finally:
-        say("")

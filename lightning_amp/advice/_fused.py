@@ -1,16 +1,13 @@
-"""Turn on `fused=True` in the optimizers of a module."""
+"""Turn on `fused=True` in optimizers."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 
 from lightning_amp._compat import _torch
-from lightning_amp.shadow import set_method
 
 
 def can_fuse(optimizer: Any) -> bool:
@@ -25,22 +22,7 @@ def can_fuse(optimizer: Any) -> bool:
     return all(p.is_floating_point() and p.device.type in devices for group in groups for p in group["params"])
 
 
-def fuse_optimizers(module: LightningModule) -> LightningModule:
-    """Turn on `fused=True` in the optimizers that this module configures; pass a module that no other code holds."""
-    configure = module.configure_optimizers
-
-    def configure_optimizers() -> Any:
-        found = configure()
-        for optimizer in _optimizers_in(found):
-            if can_fuse(optimizer):
-                _fuse(optimizer)
-        return found
-
-    set_method(module, "configure_optimizers", configure_optimizers)
-    return module
-
-
-def _fuse(optimizer: torch.optim.Optimizer) -> None:
+def fuse(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer that has not stepped yet anew; it stays the same object, because schedules refer to it."""
     groups: list[Any] = optimizer.param_groups
     for group in groups:
@@ -49,16 +31,6 @@ def _fuse(optimizer: torch.optim.Optimizer) -> None:
     settings: Any = {name: value for name, value in optimizer.defaults.items() if name in legal}
     make: Any = type(optimizer).__init__
     make(optimizer, groups, **{**settings, "fused": True, "foreach": False})
-
-
-def _optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
-    if isinstance(found, torch.optim.Optimizer):
-        yield found
-    elif isinstance(found, Mapping):
-        yield from _optimizers_in(found.get("optimizer"))
-    elif isinstance(found, (list, tuple)):
-        for item in found:
-            yield from _optimizers_in(item)
 
 
 # Remove when torch has a public list.

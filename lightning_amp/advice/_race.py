@@ -13,8 +13,9 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from typing_extensions import final, override
 
 from lightning_amp._text import counted
+from lightning_amp.advice._fused import can_fuse, fuse
 from lightning_amp.advice._machine import compare
-from lightning_amp.advice._step import Label, Step, Variant
+from lightning_amp.advice._step import FUSED, Label, Step, Variant
 from lightning_amp.advice._watch import MOST_SETTLING, Watch, is_settling
 from lightning_amp.measure import StepTimer
 from lightning_amp.shadow import Batches, giving, is_out_of_memory, private_trainer, run_private_fit
@@ -36,12 +37,18 @@ class Laps(Callback):
     """Time some steps of a fit, and end the fit.
 
     `num_before` steps come first, or more if the loss scale is still settling. `step_s` has the seconds of each step.
+    `fused` turns on `fused=True` in the optimizers.
     """
 
-    def __init__(self, device: torch.device, num_laps: int, num_before: int) -> None:
-        self._timer, self._num_laps, self._before = StepTimer(device), num_laps, num_before
+    def __init__(self, device: torch.device, num_laps: int, num_before: int, *, fused: bool = False) -> None:
+        self._timer, self._num_laps, self._before, self._fused = StepTimer(device), num_laps, num_before, fused
         self._num_batches = 0
         self.step_s: list[float] = []
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for optimizer in filter(can_fuse, trainer.optimizers if self._fused else ()):
+            fuse(optimizer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -109,7 +116,7 @@ class Contestant:
                     self._fit(self.made, watch, track)
                     self.record = watch.step
             num_before = int(is_new) if laps == 1 else 1 if self.step_s else 3
-            timed = Laps(track.device, laps, num_before)
+            timed = Laps(track.device, laps, num_before, fused=self.label == FUSED)
             self._fit(self.made, timed, track)
             self.step_s.extend([median(timed.step_s)] if timed.step_s else [])
         except Exception as error:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,32 +15,33 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
-from lightning_amp._containers import tensors_in
 from lightning_amp.advice import _aten
-from lightning_amp.advice._step import Allocation, Loss, Memory, Operation, Recording, Wait
+from lightning_amp.advice._step import Loss, Operation, Recording, Wait
 from lightning_amp.measure import (
     BACKWARD,
     FORWARD,
-    OPTIMIZER,
     DeviceClock,
     flop_formulas,
-    has_storage,
     multiplied_dtype,
-    num_bytes,
 )
 from lightning_amp.tracing import called_by_optimizer, running_place, user_place
 
-_READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"}
-"""Methods that copy the values of a tensor to the host. On a CPU some of them run no operation."""
+_WAITS = {
+    *("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"),
+    *("nonzero", "masked_select", "equal", "unique", "unique_consecutive"),
+}
+"""Functions that wait for the device: they copy values to the host, or the size of their result depends on values."""
+_INDEXING = {"__getitem__", "__setitem__", "index_put", "index_put_"}
+"""Functions that wait if an index is a mask, since they count its rows."""
 
 
 @final
 class _Call(NamedTuple):
-    """A running torch function: its name, whether autocast was on, whether it copies values to the host."""
+    """A running torch function: its name, whether autocast was on, whether it waits for the device."""
 
     name: str = ""
     autocast: bool = False
-    reads: bool = False
+    waits: bool = False
 
 
 @final
@@ -55,7 +54,6 @@ class Recorder:
         module: The module whose submodules are named.
         device: The device of the step.
         fp32_modules: Modules that the plugin keeps in fp32, and all modules inside them.
-        held: Tensors besides parameters and buffers that exist before the step: optimizer states and the batch.
         part: Returns the part of the step that is running.
         boundary: The file that runs the step. Frames outside of it are not the user's.
 
@@ -66,23 +64,19 @@ class Recorder:
         module: nn.Module,
         device: torch.device,
         fp32_modules: Iterable[nn.Module],
-        held: Iterable[Tensor],
         part: Callable[[], str],
         boundary: str,
     ) -> None:
         self._operations: list[Operation] = []
         self._times: list[tuple[Any, Any]] = []
-        self._allocations: list[Allocation] = []
         self._losses: list[Loss] = []
-        self._waits = Counter[tuple[str, str, bool]]()
+        self._waits = Counter[tuple[str, str]]()
         self._where = device
         self._called = _Call()
         self._module, self._part, self._boundary = module, part, boundary
         self._fp32 = {id(m) for m in fp32_modules}
         self._parameters = {p.data_ptr() for p in module.parameters() if p.numel() and p.layout is torch.strided}
-        self._known = {p for t in (*module.parameters(), *module.buffers(), *held) if (p := _pointer(t))}
         self._stack: list[tuple[str, nn.Module, bool]] = []
-        self._live: dict[int, Allocation] = {}
         self._clock = DeviceClock(device)
         self._open = contextlib.ExitStack()
         self._is_open = False
@@ -94,9 +88,6 @@ class Recorder:
                 after = module.register_forward_hook(self._leave, always_call=True)
                 self._open.callback(before.remove)
                 self._open.callback(after.remove)
-        for parameter in self._module.parameters():
-            if parameter.grad is not None:
-                self._allocated(parameter.grad, begin=-1)
         self._open.enter_context(torch.compiler.set_stance("force_eager"))
         self._open.enter_context(_Functions(self))
         self._open.enter_context(_Operations(self))
@@ -113,8 +104,8 @@ class Recorder:
             self._open.close()
             seconds = [self._clock.seconds(*marks) for marks in self._times]
             self._operations = [replace(o, seconds=s) for o, s in zip(self._operations, seconds, strict=True)]
-        waits = tuple(Wait(where, what, count, own) for (where, what, own), count in self._waits.most_common())
-        return Recording(tuple(self._operations), tuple(self._allocations), tuple(self._losses), waits)
+        waits = tuple(Wait(where, what, count) for (where, what), count in self._waits.most_common())
+        return Recording(tuple(self._operations), tuple(self._losses), waits)
 
     # -- the caller ----------------------------------------------------------------------------------------------------
 
@@ -129,31 +120,29 @@ class Recorder:
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a torch function, and remember it as the running one until it returns."""
         name, before = resolve_name(function) or getattr(function, "__name__", ""), self._called
-        method = name.rpartition(".")[2]
-        reads = method in _READS and any(isinstance(t, Tensor) and t.device.type == self._where.type for t in args[:1])
-        if reads and not before.reads:
-            self._note_wait(f".{method.strip('_')}()")
-        self._called = _Call(name, torch.is_autocast_enabled(self._where.type), reads or before.reads)
+        wait = self._wait(name.rpartition(".")[2], args)
+        if wait and not before.waits and not called_by_optimizer():
+            place, is_own = running_place(self._boundary)
+            self._waits.update([(str(place), wait)] if is_own else [])
+        self._called = _Call(name, torch.is_autocast_enabled(self._where.type), bool(wait) or before.waits)
         try:
             return function(*args, **kwargs)
         finally:
             self._called = before
 
-    def _note_wait(self, what: str) -> None:
-        """Record that the host waits here."""
-        if called_by_optimizer():
-            return
-        place, is_own = running_place(self._boundary)
-        self._waits[str(place) if place else "a library", what, is_own] += 1
+    def _wait(self, method: str, args: Any) -> str:
+        """Return how a function waits for the device; empty if it does not."""
+        if not args or not isinstance(args[0], Tensor) or args[0].device.type != self._where.type:
+            return ""
+        if method in _WAITS:
+            return f".{method.strip('_')}()"
+        return "a mask as an index" if method in _INDEXING and _has_mask(args[1]) else ""
 
     # -- the operation -------------------------------------------------------------------------------------------------
 
     def run(self, function: Any, args: Any, kwargs: Any, formulas: Any) -> Any:
         """Run an operation, and record it."""
         packet = getattr(function, "overloadpacket", function)
-        wait = "a mask as an index" if packet in _aten.INDEXING and _by_mask(args) else _aten.WAITS.get(packet)
-        if wait is not None and not self._called.reads:
-            self._note_wait(wait)
         if packet in _aten.SOFTMAX and isinstance(args[0], Tensor) and args[0].dim():
             classes = args[0].shape[args[1]]
             self._losses.append(Loss(args[0].numel() // max(1, classes), classes))
@@ -175,8 +164,6 @@ class Recorder:
             operation = self._cast(operation, args, out)
         self._operations.append(operation)
         self._times.append((start, end))
-        for tensor in _tensors(out):
-            self._allocated(tensor, begin=len(self._operations) - 1, is_cast=operation.cast_bytes > 0)
         return out
 
     def _product(self, operation: Operation, packet: Any, args: Any, out: Any, flops: int) -> Operation:
@@ -217,22 +204,6 @@ class Recorder:
             place=place if is_own else None,  # for a reused weight, our own cast may stand there instead
         )
 
-    def _allocated(self, tensor: Tensor, *, begin: int, is_cast: bool = False) -> None:
-        pointer = _pointer(tensor)
-        if not pointer or pointer in self._live or pointer in self._known:
-            return
-        storage = tensor.untyped_storage()
-        made = Allocation(pointer, storage.nbytes(), tensor.numel(), begin, part=self._part(), is_cast=is_cast)
-        self._live[pointer] = made
-        self._allocations.append(made)
-        weakref.finalize(storage, self._freed, made).atexit = False
-
-    def _freed(self, made: Allocation) -> None:
-        if self._is_open:
-            made.freed(len(self._operations))
-            if self._live.get(made.pointer) is made:
-                del self._live[made.pointer]
-
 
 @final
 class _Functions(TorchFunctionMode):
@@ -263,17 +234,10 @@ class _Operations(_modules.DispatchMode):
         return self._recorder.run(func, args, kwargs or {}, self._formulas)
 
 
-def _pointer(tensor: Tensor) -> int:
-    """Return where the storage of a tensor begins; 0 if it has no storage, like sparse tensors and some subclasses."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError, ValueError):
-        return 0
-
-
-def _by_mask(args: Any) -> bool:
-    """Return whether an index is a mask, whose rows torch has to count."""
-    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+def _has_mask(index: Any) -> bool:
+    """Return whether an index is, or contains, a mask whose rows torch has to count."""
+    indices = index if isinstance(index, (tuple, list)) else (index,)
+    return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in indices)
 
 
 def _sizes(packet: Any, args: Any) -> tuple[int, int, int] | None:
@@ -282,49 +246,3 @@ def _sizes(packet: Any, args: Any) -> tuple[int, int, int] | None:
         return None
     left, right = (args[number].shape for number in _aten.PRODUCTS[packet])
     return left[-2], left[-1], right[-1]
-
-
-def _tensors(out: Any) -> Iterable[Tensor]:
-    if isinstance(out, Tensor):
-        return (out,)
-    if isinstance(out, (tuple, list)):
-        return [tensor for item in out for tensor in _tensors(item)]
-    return ()
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def memory_of(recorded: Recording, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Memory:
-    """Return the bytes that tensors held at the peak of the recorded step."""
-    grads = [p.grad for p in module.parameters() if p.grad is not None and has_storage(p.grad)]
-    kept = {gradient.untyped_storage().data_ptr() for gradient in grads}
-    loss_sizes = {loss.rows * loss.classes for loss in recorded.losses if loss.classes > 1}
-
-    def kind(made: Allocation) -> str:
-        if made.begin == -1 or (made.pointer in kept and made.end is None):
-            return "gradients"
-        if made.part == OPTIMIZER:
-            return "temporaries"
-        if made.numel in loss_sizes:
-            return "logits"
-        return "casts" if made.is_cast else "activations"
-
-    changes = Counter[int]()
-    for made in recorded.allocations:
-        changes[made.begin] += made.num_bytes
-        if made.end is not None:
-            changes[made.end] -= made.num_bytes
-    held = top = 0
-    peak_at = -1
-    for moment in sorted(changes):
-        held += changes[moment]
-        if held > top:
-            top, peak_at = held, moment
-    parts: dict[str, int] = dict.fromkeys(("gradients", "activations", "logits", "casts", "temporaries"), 0)
-    for made in recorded.allocations:
-        if made.begin <= peak_at and (made.end is None or made.end > peak_at):
-            parts[kind(made)] += made.num_bytes
-    weights = num_bytes(chain(module.parameters(), module.buffers()))
-    states = num_bytes(t for optimizer in optimizers for _, t in tensors_in(list(optimizer.state.values())))
-    return Memory(weights=weights, states=states, peak=weights + states + top, **parts)

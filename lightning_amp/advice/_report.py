@@ -16,31 +16,21 @@ from lightning_amp._plain_data import Table, plain
 from lightning_amp._text import counted, memory, percent, rounded
 from lightning_amp.advice._machine import Machine
 from lightning_amp.advice._step import AS_IT_IS, IN_FP32, Recording, Step
-from lightning_amp.advice.findings import (
-    FP32,
-    Decision,
-    Finding,
-    Severity,
-    best_speed_up,
-    decide,
-    duration,
-    findings_of,
-    in_fp32,
-    product_share,
-)
+from lightning_amp.advice.findings import findings_of
+from lightning_amp.advice.findings._finding import FP32, Decision, Finding, Severity, decide, duration, in_fp32
+from lightning_amp.advice.findings._not_faster import best_speed_up, product_share
 from lightning_amp.measure import times_as_fast
 
 _FORMAT = 2
 _MOST_MODULES = 6
-SIGNS: dict[Severity, str] = {"error": "✗", "warning": "!", "note": "·", "ok": "✓"}
+_SIGNS: dict[Severity, str] = {"error": "✗", "warning": "!", "note": "·", "ok": "✓"}
 _MEMORY = {
     "weights": "weights and buffers",
     "gradients": "gradients",
     "states": "optimizer states",
     "activations": "activations",
     "logits": "logits of the loss",
-    "casts": "copies in another format",
-    "temporaries": "temporaries of the optimizer",
+    "casts": "copies of weights",
     "peak": "all",
 }
 
@@ -112,27 +102,21 @@ class DoctorReport:
     def to_markdown(self) -> str:
         """Return the headline, the findings and the measurements as Markdown."""
         lines = [
-            f"- {SIGNS[f.severity]} {f.severity} `{f.code}`: {f.message}{f' **{f.action}**' if f.action else ''}"
+            f"- {_SIGNS[f.severity]} {f.severity} `{f.code}`: {f.message}{f' **{f.action}**' if f.action else ''}"
             for f in self.findings
         ]
-        return "\n\n".join([f"# {self.title}", self.headline, "\n".join(lines), *map(str, self.details())]) + "\n"
+        return "\n\n".join([f"# {self.title}", self.headline, "\n".join(lines), *map(str, self._details())]) + "\n"
 
-    def details(self) -> Iterator[str | Table]:
-        """Yield the measurements: paragraphs of Markdown, and tables that are not laid out yet."""
+    def _details(self) -> Iterator[str | Table]:
         if self.step is not None:
             yield from _of_step(self.step, self.machine)
         yield from _of_machine(self.machine, with_traps=self.step is None)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the findings and all measurements to a path or a URL. NaN and infinities become texts."""
-        step: dict[str, object] | None = None
-        if self.step is not None:
-            recorded = self.step.recorded
-            step = asdict(replace(self.step, recorded=Recording(()), fp32_recorded=None))
-            step["recorded"] = {
-                name: getattr(recorded, name)
-                for name in ("flops", "module_flops", "product_s", "seconds", "convolution_flops", "channels_last")
-            }
+        step = None if self.step is None else asdict(replace(self.step, recorded=Recording(()), fp32_recorded=None))
+        if step is not None and self.step is not None:
+            step["recorded"] = {"flops": self.step.recorded.flops, "module_flops": self.step.recorded.module_flops}
         data = plain(
             {
                 "format": _FORMAT,

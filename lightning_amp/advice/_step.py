@@ -73,31 +73,6 @@ class Operation:
 
 
 @final
-@dataclass(slots=True)
-class Allocation:
-    """The memory of a tensor that an operation made.
-
-    Attributes:
-        begin: Number of operations that had run before; -1 for gradients left from the step before.
-        end: Number of operations that had run when it was freed; `None` if it still existed at the end.
-        is_cast: Whether it holds a copy in another format.
-
-    """
-
-    pointer: int
-    num_bytes: int
-    numel: int
-    begin: int
-    end: int | None = None
-    part: str = ""
-    is_cast: bool = False
-
-    def freed(self, moment: int) -> None:
-        """Record when the memory was freed."""
-        self.end = moment
-
-
-@final
 class Loss(NamedTuple):
     """A softmax over classes: the first operation of the loss of a classifier or a language model."""
 
@@ -108,21 +83,19 @@ class Loss(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Wait:
-    """A line of code where the host reads a value from the device, and so waits; `count` is per step."""
+    """A line of the user's code where the host waits for the device; `count` is per step."""
 
     where: str
     operation: str
     count: int
-    by_user: bool = True
 
 
 @final
 @dataclass(frozen=True)
 class Recording:
-    """One recorded step: its operations in order, the memory that they made, its losses and its waits."""
+    """One recorded step: its operations in order, its losses and its waits."""
 
     operations: tuple[Operation, ...]
-    allocations: tuple[Allocation, ...] = ()
     losses: tuple[Loss, ...] = ()
     waits: tuple[Wait, ...] = ()
 
@@ -195,27 +168,36 @@ class Variant:
 @final
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that tensors hold in a training step, at its peak.
+    """Bytes that a training step holds at its peak.
 
     Attributes:
         weights: Parameters and buffers.
         states: Optimizer states.
-        activations: Tensors kept for the backward, and all others at the peak that have no field here.
-        logits: Inputs of a loss over classes, in half precision and in fp32, and their gradients.
-        casts: Copies in another format.
-        temporaries: Tensors that exist only in the step of an optimizer.
-        peak: All together.
+        casts: Copies of weights in another format.
+        logits: Inputs of the largest loss over classes, in half precision and in fp32, and their gradients.
+        activations: The rest of the peak: tensors kept for the backward, and temporary ones.
+        peak: All together, as :class:`~lightning_amp.measure.PeakMemory` measures it.
 
     """
 
     weights: int
     gradients: int
     states: int
-    activations: int
-    logits: int
     casts: int
-    temporaries: int
+    logits: int
+    activations: int
     peak: int
+
+    @classmethod
+    def of(cls, peak: int, recorded: Recording, weights: int, gradients: int, states: int) -> Memory:
+        """Divide a peak into its parts; the logits are at most what is left."""
+        copies = {cast.cast_of: cast.cast_bytes for cast in recorded.of_the_module if cast.cast_of}
+        per_element = 12 if copies else 8  # with autocast there is a copy in half precision, and its gradient
+        largest = max((loss.rows * loss.classes for loss in recorded.losses if loss.classes > 1), default=0)
+        casts, left = sum(copies.values()), peak - weights - gradients - states
+        logits = max(0, min(per_element * largest, left - casts))
+        held = weights + gradients + states + casts + logits
+        return cls(weights, gradients, states, casts, logits, max(0, peak - held), max(peak, held))
 
 
 @final
@@ -248,23 +230,24 @@ class Loading:
 @final
 @dataclass(frozen=True)
 class Unaligned:
-    """Matrix products of one size that is not aligned.
+    """Matrix products whose sizes are not aligned.
 
     Attributes:
-        sizes: Rows, depth, columns.
-        module: The first module whose forward computes it.
-        flops: FLOPs of all of them, forward and backward.
-        padded_speed: How much faster one product is with padded sizes; `None` if it was not measured.
-        saved_s: Seconds of a step that padding saves.
+        share: Share of the FLOPs of all products, forward and backward.
+        sizes: Rows, depth and columns of those with the most FLOPs.
+        padded: These sizes, rounded up.
+        format: The format in which they are multiplied.
+        module: The first module whose forward computes them.
+        padded_speed: How much faster one of them is with padded sizes; `None` if it was not measured.
 
     """
 
+    share: float
     sizes: Sizes
     padded: Sizes
+    format: str
     module: str
-    flops: int
     padded_speed: SpeedComparison | None = None
-    saved_s: float = 0.0
 
 
 @final
@@ -283,7 +266,7 @@ class Step:
         fp32_recorded: The same step in fp32; `None` if it could not run.
         fp32_memory: Memory at the peak in fp32; `None` if it could not run.
         loading: How batches are loaded; `None` if the loader is not a plain `DataLoader`.
-        unaligned: Products whose sizes are not aligned, the most FLOPs first.
+        unaligned: The products whose sizes are not aligned, if there are any.
         alignment: The number that sizes should be multiples of.
         num_seen: Number of steps after the loss scale had time to settle.
         num_bad: How many of them were not finite.
@@ -304,7 +287,7 @@ class Step:
     fp32_memory: Memory | None = None
     optimizers: tuple[OptimizerFacts, ...]
     loading: Loading | None
-    unaligned: tuple[Unaligned, ...] = ()
+    unaligned: Unaligned | None = None
     alignment: int = 8
     variants: tuple[Variant, ...] = ()
     num_seen: int = 1

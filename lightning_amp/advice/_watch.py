@@ -16,11 +16,11 @@ from typing_extensions import final, override
 
 from lightning_amp._containers import tensors_in
 from lightning_amp.advice._fused import can_fuse
-from lightning_amp.advice._recorder import Recorder, memory_of
-from lightning_amp.advice._step import Loading, OptimizerFacts, Recording, Step
+from lightning_amp.advice._recorder import Recorder
+from lightning_amp.advice._step import Loading, Memory, OptimizerFacts, Recording, Step
 from lightning_amp.casting import modules_matching, our_name
 from lightning_amp.compare import num_rows
-from lightning_amp.measure import BACKWARD, DATA, FORWARD, OPTIMIZER, REST, PartTimer
+from lightning_amp.measure import BACKWARD, DATA, FORWARD, OPTIMIZER, REST, PartTimer, PeakMemory, num_bytes
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import copy_batch, keep_batches, set_method
 
@@ -58,6 +58,7 @@ class Watch(Callback):
         self._timer = PartTimer(device)
         self._phase: Literal["settling", "timed", "recorded", "done"] = "settling"
         self._num_batches = self._num_recorded = self._num_timed = self._batch_size = 0
+        self._peak_bytes = self._others_bytes = self._gradient_bytes = self._state_bytes = 0
         self._began_s = 0.0
         self._skips: list[int] = []
         self._loss: Tensor | None = None
@@ -95,6 +96,12 @@ class Watch(Callback):
             after = optimizer.register_step_post_hook(lambda *_: self._timer.pop())
             self._installed.callback(before.remove)
             self._installed.callback(after.remove)
+        if self._where.type == "cuda":
+            own = num_bytes([*pl_module.parameters(), *pl_module.buffers()])
+            self._others_bytes = torch.cuda.memory_allocated(self._where) - own  # what else this process holds there
+        self._memory = PeakMemory.on(self._where, pl_module)
+        self._installed.callback(self._memory.close)
+        self._memory.resume()
         self._timer.push(_BETWEEN)
 
     def _begin(self, part: str, detail: str = "") -> None:
@@ -110,6 +117,9 @@ class Watch(Callback):
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._timer.pop()
+        if self._recorder is not None:
+            gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
+            self._gradient_bytes = max(self._gradient_bytes, num_bytes(gradients))
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -134,10 +144,8 @@ class Watch(Callback):
         self._batch_size = self._batch_size or num_rows(batch) or 0
         self._began_s = self._began_s or time.perf_counter()
         if self._phase == "recorded" and _ends_a_step(trainer, pl_module, batch_idx):
-            states = [t for optimizer in trainer.optimizers for _, t in tensors_in(list(optimizer.state.values()))]
-            held = [*states, *(t for _, t in tensors_in(batch))]
             kept = _fp32_modules(trainer, pl_module)
-            recorder = Recorder(pl_module, self._where, kept, held, lambda: self._timer.part, self._boundary)
+            recorder = Recorder(pl_module, self._where, kept, lambda: self._timer.part, self._boundary)
             self._recorder = self._installed.enter_context(recorder)
 
     @override
@@ -156,6 +164,9 @@ class Watch(Callback):
         elif self._phase == "settling" and (self._num_batches >= _SETTLED or elapsed >= _TIMED_S[1]):
             gives_up = self._num_batches >= MOST_SETTLING or elapsed >= _SETTLING_S
             if gives_up or not is_settling(trainer):
+                self._peak_bytes = (self._memory.close() or 0) - self._others_bytes
+                states = (t for optimizer in trainer.optimizers for _, t in tensors_in(list(optimizer.state.values())))
+                self._state_bytes = num_bytes(states)
                 self._skips = [_num_skipped(trainer)]
                 self._phase = "timed" if self._timed and not is_settling(trainer) else "recorded"
                 self._began_s = time.perf_counter()
@@ -190,6 +201,7 @@ class Watch(Callback):
             restart_s = details.get(_RESTART, 0.0) / max(self._num_timed, 1)
             is_stream = isinstance(loader.dataset, IterableDataset)
             loading = Loading(loader.num_workers, restart_s, loader.persistent_workers, is_stream=is_stream)
+        weights = num_bytes([*module.parameters(), *module.buffers()])
         num_bad = _num_skipped(trainer) - self._skips[0]
         bad_loss = self._loss is not None and not bool(torch.isfinite(self._loss).all())
         return Step(
@@ -199,7 +211,7 @@ class Watch(Callback):
             parts={part: s / self._num_timed for part, s in seconds.items() if part != _BETWEEN},
             num_timed=self._num_timed,
             recorded=recorded,
-            memory=memory_of(recorded, module, trainer.optimizers),
+            memory=Memory.of(self._peak_bytes, recorded, weights, self._gradient_bytes, self._state_bytes),
             optimizers=tuple(map(_facts_of, trainer.optimizers)),
             loading=loading,
             num_seen=self._num_timed + self._num_recorded + 1,

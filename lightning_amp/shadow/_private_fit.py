@@ -267,10 +267,10 @@ def run_private_fit(trainer: Trainer, module: LightningModule, data: Any = None,
             shutil.rmtree(trainer.default_root_dir, ignore_errors=True)
 
 
-def remove_callbacks(trainer: Trainer, kinds: tuple[type, ...]) -> None:
-    """Remove callbacks of some classes from a Trainer, also the ones that its module configures."""
+def remove_callbacks(trainer: Trainer) -> None:
+    """Remove callbacks that write, stop or run additional fits from a Trainer, also the ones its module configures."""
     callbacks: list[Callback] = vars(trainer)["callbacks"]  # Lightning does not declare this attribute
-    callbacks[:] = [c for c in callbacks if isinstance(c, _KeepsNothing) or not isinstance(c, kinds)]
+    callbacks[:] = [c for c in callbacks if isinstance(c, _KeepsNothing) or not isinstance(c, _LEFT_OUT_CALLBACKS)]
 
 
 @final
@@ -279,7 +279,7 @@ class _LeaveOut(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        remove_callbacks(trainer, _LEFT_OUT_CALLBACKS)
+        remove_callbacks(trainer)
 
 
 @final

@@ -6,28 +6,19 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial, update_wrapper
 from numbers import Integral
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    Checkpoint,
-    EarlyStopping,
-    LearningRateFinder,
-    ModelSummary,
-    ProgressBar,
-    Timer,
-)
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 from typing_extensions import final, override
 
 from lightning_amp._compat._messages import FRAME, OUT_OF_MEMORY
@@ -47,7 +38,6 @@ _LEFT_OUT = {
     "min_steps", "overfit_batches", "profiler", "val_check_interval",
 }  # fmt: skip
 """Arguments of the Trainer about the length of training and what it writes."""
-_WRITE_OR_STOP = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, ModelSummary, ProgressBar, Timer)
 NOT_OF_THE_BATCH_GIB = 0.125
 """Growth of a process that is not the batch's: libraries loaded at the first step, and the count of tensors."""
 
@@ -59,7 +49,7 @@ class Facts:
 
     Attributes:
         refused: Message for the user if nothing has a batch size.
-        own_size: The batch size that was set.
+        own_size: The module's own batch size.
         rows: Rows of the largest batch; 0 if unknown.
         num_rows: Rows that an epoch draws, on each device; `None` if unknown or endless.
         num_batches: Number of trained batches.
@@ -80,7 +70,7 @@ class Facts:
     device: str = ""
     device_gib: float | None = None
     process_gib: float = 0.0
-    rates: tuple[tuple[str, float], ...] = ()
+    rates: Sequence[Sequence[Any]] = ()
 
 
 def run_once(
@@ -93,14 +83,10 @@ def run_once(
 ) -> tuple[Run, Facts]:
     """Train at a batch size, or at the user's own one if it is `None`; return the record of the run and its facts."""
     facts = folder / "facts.json"
-    make_module, make_data = WithBatchSize(factories[0], size, is_first=True), WithBatchSize(factories[1], size)
-    kwargs = short_trainer(trainer_kwargs, Probe(str(facts)))
-    spec = replace(arm, make_module=make_module, make_data=make_data, trainer_kwargs=kwargs, folder=str(folder))
+    kwargs = short_trainer(trainer_kwargs, Probe(str(facts), size))
+    spec = replace(arm, make_module=factories[0], make_data=factories[1], trainer_kwargs=kwargs, folder=str(folder))
     run = run_in_process(spec, on_progress)
-    if not facts.exists():
-        return run, Facts()
-    data: Any = json.loads(facts.read_text(encoding="utf-8"))
-    return run, Facts(**data | {"rates": tuple(map(tuple, data["rates"]))})
+    return run, Facts(**json.loads(facts.read_text(encoding="utf-8"))) if facts.exists() else Facts()
 
 
 def measurement(run: Run, facts: Facts, size: int) -> Measurement:
@@ -147,79 +133,32 @@ def short_trainer(trainer_kwargs: Mapping[str, Any], probe: Callback) -> dict[st
 
 
 @final
-class WithBatchSize:
-    """A factory that also sets the batch size of the object it makes; `None` keeps the user's own size.
-
-    The growth of the process counts from the call of the first factory, because a data set belongs to what training
-    needs.
-    """
-
-    def __init__(self, factory: Callable[[], Any], size: int | None, *, is_first: bool = False) -> None:
-        update_wrapper(self, factory, updated=())  # the module is sent by value if it cannot be imported
-        self.__wrapped__ = factory
-        self._size, self._is_first = size, is_first
-
-    def __call__(self) -> Any:
-        if self._is_first:
-            _Process.begin()
-        made = self.__wrapped__()
-        if isinstance(made, LightningDataModule) and not is_overridden("train_dataloader", made):
-            # Lightning would not ask the module for its loaders
-            vars(made)["train_dataloader"] = partial(_loaders_of_module, made)
-        if self._size is not None and isinstance(made, (LightningModule, LightningDataModule)):
-            hold_size(made, self._size)
-        return made
-
-
-def _loaders_of_module(data: Any) -> Any:
-    return data.trainer.lightning_module.train_dataloader()
-
-
-def sizes_of(owner: Any) -> list[Any]:
-    """Return the batch sizes that an object holds: its attribute `batch_size`, and the one of its `hparams`."""
-    held: list[Any] = [_hparams(owner).get(NAME)]
-    with contextlib.suppress(Exception):  # the attribute is missing, or is a property that needs a Trainer
-        held.insert(0, owner.batch_size)
-    return [size for size in held if size is not None and not callable(size)]
-
-
-def hold_size(owner: Any, size: int) -> None:
-    """Set the batch size wherever the owner holds one, as Lightning's finder does."""
-    with contextlib.suppress(Exception):  # or a property without a setter, which reads `hparams`
-        if not callable(owner.batch_size):
-            setattr(owner, NAME, size)
-    if NAME in _hparams(owner):
-        _hparams(owner)[NAME] = size
-
-
-def _hparams(owner: Any) -> MutableMapping[str, Any]:
-    hparams = getattr(owner, "hparams", None)
-    return hparams if isinstance(hparams, MutableMapping) else {}
-
-
-def _as_size(value: Any) -> int:
-    """Return an integer of 1 or more as it is; 0 for another value."""
-    return max(0, int(value)) if isinstance(value, Integral) and not isinstance(value, bool) else 0
-
-
-@final
 class Probe(Callback):
-    """Ends a training as soon as its memory and its speed are known, and writes the facts to `path`."""
+    """Sets the batch size, ends a training as soon as its memory and its speed are known, and writes the facts."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, size: int | None) -> None:
+        self._path, self._size = path, size
         self._facts: dict[str, Any] = asdict(Facts())
         self._settled_at: tuple[int, float] | None = None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Measure the process from here on, before the module and the data set are made."""
+        vars(self).update(state)
+        _Process.begin()
+
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        remove_callbacks(trainer, _WRITE_OR_STOP)
-        held = [*sizes_of(pl_module), *sizes_of(trainer.datamodule)]  # type: ignore[attr-defined]
-        known = [size for size in map(_as_size, held) if size]
-        if not known:
-            self._note(refused=_NO_SIZE.format(found=f"it is {held[-1]!r}" if held else "there is none"))
+        remove_callbacks(trainer)
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if data is not None and not is_overridden("train_dataloader", data):  # Lightning would not ask the module
+            vars(data)["train_dataloader"] = pl_module.train_dataloader
+        held: Any = lightning_getattr(pl_module, NAME) if lightning_hasattr(pl_module, NAME) else None
+        if not isinstance(held, Integral) or isinstance(held, bool) or int(held) < 1:
+            self._note(refused=_NO_SIZE.format(found="there is none" if held is None else f"it is {held!r}"))
             raise ValueError(self._facts["refused"])
-        self._note(own_size=known[-1])
+        self._note(own_size=int(held))
+        if self._size is not None:
+            lightning_setattr(pl_module, NAME, self._size)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -247,13 +186,10 @@ class Probe(Callback):
                 self._facts["process_gib"] = _Process.grown_gib()
             if is_settled(number, trainer.global_step, skipped):
                 self._settled_at = number, now
-        is_over = number >= _MOST_BATCHES
-        if self._settled_at is not None:
-            batches, seconds = number - self._settled_at[0], now - self._settled_at[1]
-            least, most = _STEADY_BATCHES
-            is_over = is_over or (batches >= least and (seconds >= _STEADY_S or batches >= most))
-            is_over = is_over or (batches >= 2 and seconds >= 5 * _STEADY_S)
-        if is_over:
+        settled, since_s = self._settled_at or (number, now)
+        (least, most), batches, seconds = _STEADY_BATCHES, number - settled, now - since_s
+        is_timed = batches >= most or (batches >= least and seconds >= _STEADY_S) or seconds >= 5 * _STEADY_S
+        if number >= _MOST_BATCHES or is_timed:
             trainer.should_stop = True
 
     @override

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from typing_extensions import final, override
 
@@ -60,10 +60,6 @@ class BatchSizes(dict[str, BatchSizeResult]):
 
     def to_markdown(self) -> str:
         """Write a table, and under it a paragraph for each precision."""
-        return "\n\n".join(map(str, self.blocks())) + "\n"
-
-    def blocks(self) -> list[str | Table]:
-        """Return the parts of :meth:`to_markdown`: a table before it is laid out, and paragraphs of Markdown."""
         header = ["precision", "batch size", "peak memory", "samples/s", "learning rate to try"]
         rows = [
             [
@@ -76,7 +72,7 @@ class BatchSizes(dict[str, BatchSizeResult]):
             for label, found in self.items()
         ]
         messages = [f"**{label}**: {found.message}" for label, found in self.items()]
-        return [Table(header, rows, ["---", *["--:"] * 4]), *messages]
+        return "\n\n".join([str(Table(header, rows, ["---", *["--:"] * 4])), *messages]) + "\n"
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write all results as JSON to a path or a URL. The file is replaced at once or not at all."""
@@ -162,7 +158,7 @@ _RULES = {
 }
 
 
-def suggested_rate(used: Sequence[tuple[str, float]], from_size: int, to_size: int) -> tuple[float | None, str]:
+def suggested_rate(used: Sequence[Sequence[Any]], from_size: int, to_size: int) -> tuple[float | None, str]:
     """Scale a learning rate to another batch size: linearly for SGD, by the square root for Adam and its variants.
 
     Sources: `Goyal et al. 2017 <https://arxiv.org/abs/1706.02677>`_ for SGD, `Malladi et al. 2022
@@ -178,7 +174,7 @@ def suggested_rate(used: Sequence[tuple[str, float]], from_size: int, to_size: i
         The rate, or `None` if there is no single one, and a sentence about its origin or absence.
 
     """
-    pairs = list(dict.fromkeys(used))
+    pairs = list(dict.fromkeys(map(tuple, used)))
     if len(pairs) != 1:
         return None, f"No learning rate is suggested: the module has {len(pairs) or 'no'} different learning rates."
     ((optimizer, rate),) = pairs

@@ -58,6 +58,8 @@ def find_batch_size(
 
     .. code-block:: python
 
+        from models import Data, Model
+
         found = find_batch_size(Model, Data, precisions=["fp32", "bf16"], memory_limit_gib=0.5)
         print(found)
         data = Data()
@@ -71,7 +73,7 @@ def find_batch_size(
     rows.
 
     As Lightning's own finder does, it sets the attribute `batch_size`, or `hparams.batch_size`, of the data module and
-    of the module, wherever it exists. It is set before `setup` and before the loaders are made, which have to use it.
+    of the module, wherever it exists. It is set before the loaders are made, which have to use it.
     It is the size of one batch on one device: an optimizer step sees it times `accumulate_grad_batches` times the
     devices.
 
@@ -190,7 +192,7 @@ class Search:
         return BatchSizeResult(*best, lr, f"{self._describe(best)} {words}", tuple(sorted(self.points)))
 
     def _measure(self, size: int | None) -> int:
-        """Train at a size, or at the user's own, add a point, and return the size that was set."""
+        """Train at a size, or at the user's own, add a point, and return the module's own size."""
         name = f"{self._arm.label}, {f'batch size {size:,}' if size else 'its own batch size'}"
         self._shown.start(name)
         run, facts = self._run(self._arm, size)
@@ -200,8 +202,7 @@ class Search:
         if run.error is None and not facts.num_batches:
             if not facts.num_rows or facts.num_rows >= tried:
                 raise ValueError(_NO_BATCHES)
-            self._measure(facts.num_rows)  # `drop_last` dropped the only batch
-            return tried
+            return self._measure(facts.num_rows)  # `drop_last` dropped the only batch
         if run.error is not None and (not tried or not is_out_of_memory(run)):
             self._shown.finish(f"{name}: failed")
             raise self._failed(why_failed(run), tried)
@@ -215,7 +216,7 @@ class Search:
         self.points.append(point)
         held = f"{rounded(point.peak_gib)} GiB" if math.isfinite(point.peak_gib) else "out of memory"
         self._shown.finish(f"{self._arm.label}, batch size {rows:,}: {held}, {run.total_s:.0f} s")
-        return tried
+        return facts.own_size
 
     def _rows(self, size: int, facts: Facts) -> int:
         """Return the size that really ran, and note where the data ends.

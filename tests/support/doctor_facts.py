@@ -17,7 +17,8 @@ from lightning_amp.advice._step import (
     Variant,
     Wait,
 )
-from lightning_amp.advice.findings import ALL, Finding, decide
+from lightning_amp.advice.findings import ALL
+from lightning_amp.advice.findings._finding import Finding, decide
 from lightning_amp.measure import BACKWARD, FORWARD, REST, SpeedComparison
 
 MIB = 2**20
@@ -124,11 +125,10 @@ def step(*extra: Operation, **changes: Any) -> Step:
         num_timed=20,
         recorded=recorded(*extra, **own),
         fp32_recorded=in_fp32(0.8),
-        memory=Memory(10 * MIB, 10 * MIB, 20 * MIB, 100 * MIB, 0, 0, 0, 140 * MIB),
-        fp32_memory=Memory(10 * MIB, 10 * MIB, 20 * MIB, 180 * MIB, 0, 0, 0, 220 * MIB),
+        memory=Memory(10 * MIB, 10 * MIB, 20 * MIB, 0, 0, 100 * MIB, 140 * MIB),
+        fp32_memory=Memory(10 * MIB, 10 * MIB, 20 * MIB, 0, 0, 180 * MIB, 220 * MIB),
         optimizers=(OptimizerFacts("AdamW", False, 1000),),
         loading=Loading(0),
-        unaligned=(),
         alignment=8,
         variants=(Variant("as it is", (0.1,) * 5), Variant("fp32", (0.25,) * 5)),
     )

@@ -11,32 +11,17 @@ from typing import get_args
 
 from lightning_amp.advice._machine import Machine
 from lightning_amp.advice._step import Step
-from lightning_amp.advice.findings._finding import FP32, Decision, Finding, Severity, decide, duration, in_fp32
+from lightning_amp.advice.findings._finding import Decision, Finding, Severity
 from lightning_amp.advice.findings._memory import large_logits, state_dominates
-from lightning_amp.advice.findings._not_faster import best_speed_up, emulated_precision, model_too_small, product_share
+from lightning_amp.advice.findings._not_faster import emulated_precision, model_too_small
 from lightning_amp.advice.findings._overflow import overflow
 from lightning_amp.advice.findings._products import (
     autocast_off,
     fp32_modules_dominate,
     many_casts,
     sizes_not_aligned,
-    unaligned_products,
 )
 from lightning_amp.advice.findings._time import channels_last, data_bound, host_waits, optimizer_not_fused
-
-__all__ = [
-    "FP32",
-    "Decision",
-    "Finding",
-    "Severity",
-    "best_speed_up",
-    "decide",
-    "duration",
-    "findings_of",
-    "in_fp32",
-    "product_share",
-    "unaligned_products",
-]
 
 ALL: Sequence[Callable[[Step, Machine, Decision], Finding | None]] = (
     overflow,

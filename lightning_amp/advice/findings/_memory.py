@@ -43,7 +43,7 @@ def large_logits(step: Step, machine: Machine, decision: Decision) -> Finding | 
 def state_dominates(step: Step, machine: Machine, decision: Decision) -> Finding | None:
     """Find weights, gradients and optimizer states that hold half of the peak, unless the peak is small."""
     found, limit = step.memory, machine.memory_gib * 2**30
-    state = found.weights + found.gradients + found.states + found.temporaries
+    state = found.weights + found.gradients + found.states
     share = state / max(found.peak, 1)
     if share < 0.5 or not step.num_parameters or found.peak < (_MATTERS * limit if limit else _MATTERS_BYTES):
         return None
@@ -56,8 +56,6 @@ def state_dominates(step: Step, machine: Machine, decision: Decision) -> Finding
     if step.fp32_memory is not None:
         text += f": the peak is {memory(found.peak)}, and {memory(step.fp32_memory.peak)} in fp32"
     ways = ["A larger batch uses the memory that is free (`find_batch_size` says how many rows fit)."]
-    if found.temporaries > 0.1 * found.peak and any(optimizer.can_fuse for optimizer in step.optimizers):
-        ways.append(f"`fused=True` saves {memory(found.temporaries)} in the step of the optimizer.")
     number = sum(optimizer.num_parameters for optimizer in step.optimizers if "Adam" in optimizer.name)
     if number and found.states > 6 * number:  # the states are in fp32
         ways.append(f"States in 8 bits (`torchao.optim.AdamW8bit`) save {memory(found.states - 2 * number)}.")

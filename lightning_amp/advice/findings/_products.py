@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from statistics import median
 from typing import NamedTuple
 
@@ -143,46 +143,52 @@ def many_casts(step: Step, machine: Machine, decision: Decision) -> Finding | No
     return Finding(graded(share, 0.1), "many-casts", text, action, share)
 
 
-_HALF = {"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"}
+_HALF = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 _NOT_PADDED = 32
 """A dimension below this (the classes of a head, a single output) is not worth padding."""
 
 
-def unaligned_products(step: Step) -> Iterator[tuple[Unaligned, str, int]]:
-    """Yield products whose sizes are not aligned, the most FLOPs first, with their dtype and their number in a step."""
+def unaligned_products(step: Step) -> Unaligned | None:
+    """Return the products whose sizes are not aligned; `None` if there are none."""
+
+    def padded(sizes: Sizes) -> Sizes:
+        a, b, c = (n if n < _NOT_PADDED else -(-n // step.alignment) * step.alignment for n in sizes)
+        return a, b, c
+
     groups: defaultdict[tuple[Sizes, str], list[Operation]] = defaultdict(list)
     for operation in step.recorded.of_the_module:
-        if operation.sizes and operation.dtype in _HALF:
-            groups[operation.sizes, operation.dtype].append(operation)
-    for (sizes, dtype), own in sorted(groups.items(), key=lambda item: -sum(o.flops for o in item[1])):
-        a, b, c = (n if n < _NOT_PADDED else -(-n // step.alignment) * step.alignment for n in sizes)
-        if (a, b, c) != sizes:
-            module = next((o.module for o in own if o.part == FORWARD and o.module), "")
-            yield Unaligned(sizes, (a, b, c), module, sum(o.flops for o in own)), dtype, len(own)
+        if operation.sizes and operation.dtype in _HALF and padded(operation.sizes) != operation.sizes:
+            groups[operation.sizes, _HALF[operation.dtype]].append(operation)
+    if not groups:
+        return None
+    flops = {key: sum(operation.flops for operation in own) for key, own in groups.items()}
+    sizes, name = max(flops, key=lambda key: flops[key])
+    module = next((o.module for o in groups[sizes, name] if o.part == FORWARD and o.module), "")
+    share = sum(flops.values()) / max(sum(step.recorded.flops.values()), 1)
+    return Unaligned(share, sizes, padded(sizes), name, module)
 
 
 def sizes_not_aligned(step: Step, machine: Machine, decision: Decision) -> Finding | None:
     """Find such products if they are 5 % of the FLOPs; it is a warning if padding saves 5 % of a step."""
-    share = sum(found.flops for found in step.unaligned) / max(sum(step.recorded.flops.values()), 1)
-    if share < 0.05:
+    found, as_is = step.unaligned, step.variant(AS_IT_IS)
+    if found is None or found.share < 0.05:
         return None
-    worst = step.unaligned[0]
-    as_is = step.variant(AS_IT_IS)
-    step_s = median(as_is.step_s) if as_is is not None else max(step.seconds, 1e-12)
-    saved_s = sum(found.saved_s for found in step.unaligned if is_worth_it(found.padded_speed))
-    gained = min(1.0, min(saved_s, step.recorded.product_s) / step_s)
+    own, padded = (" x ".join(map(str, sizes)) for sizes in (found.sizes, found.padded))
     text = (
-        f"{percent(share)} of the FLOPs are products with sizes that are not multiples of {step.alignment}, most in"
-        f" `{worst.module}` ({' x '.join(map(str, worst.sizes))})"
+        f"{percent(found.share)} of the FLOPs are products with sizes that are not multiples of {step.alignment}, most"
+        f" in `{found.module}` ({own})"
     )
-    pads = ", ".join(f"{a} to {b}" for a, b in zip(worst.sizes, worst.padded, strict=True) if a != b)
+    pads = ", ".join(f"{a} to {b}" for a, b in zip(found.sizes, found.padded, strict=True) if a != b)
     action = f"Pad vocabularies, features and sequence lengths to multiples of {step.alignment} ({pads})."
+    speed, gained = found.padded_speed, 0.0
     if step.precision == "fp8":
-        return Finding("note", "sizes-not-aligned", f"{text}; fp8 needs such multiples.", f"{action} Not tried.", 0.01)
-    if gained:
-        text += f"; padded, they save {percent(gained)} of a step, measured product by product"
-    elif worst.padded_speed is not None:
-        text += f"; padded to {' x '.join(map(str, worst.padded))}, measured here: {worst.padded_speed}"
-        if worst.padded_speed.claim in ("same", "slower"):
+        text, action = f"{text}; fp8 needs such multiples", f"{action} Not tried."
+    elif speed is not None:
+        text += f"; padded to {padded}, measured here: {speed}"
+        step_s = median(as_is.step_s) if as_is is not None else max(step.seconds, 1e-12)
+        if is_worth_it(speed):
+            gained = min(1.0, step.recorded.product_s / step_s) * found.share * (1 - 1 / speed.ratio)
+            text += f". If all gain as much, a step saves {percent(gained)}"
+        elif speed.claim in ("same", "slower"):
             action = "Leave them as they are: padding gains nothing here."
     return Finding(graded(gained, 0.05), "sizes-not-aligned", f"{text}.", action, max(gained, 0.01))

@@ -63,7 +63,7 @@ def _faster_loading(step: Step, wait_s: float) -> str:
 
 def host_waits(step: Step, machine: Machine, decision: Decision) -> Finding | None:
     """Find lines of the user's code that read values from the device. On a CPU this is a note at most."""
-    own = [wait for wait in step.recorded.waits if wait.by_user]
+    own = step.recorded.waits
     count = sum(wait.count for wait in own)
     if not count:
         return None

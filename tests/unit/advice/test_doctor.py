@@ -13,7 +13,7 @@ from support import Toy, batches
 from zoo.slow import Project, mlp, rows
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, doctor
-from lightning_amp.advice import _doctor
+from lightning_amp.advice import _race
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -131,7 +131,7 @@ def test_a_failed_variant_is_reported_and_the_others_run(monkeypatch: pytest.Mon
     def fails(module: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(_doctor, "fuse_optimizers", fails)
+    monkeypatch.setattr(_race, "fuse", fails)
     step = examined(lambda: Project(mlp(256), fused=False), rows(8, 512)).step
     assert "fused=True: there was not enough memory" in step.notes
     assert step.variant("fp32") is not None

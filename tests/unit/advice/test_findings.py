@@ -46,7 +46,9 @@ from lightning_amp.advice._step import (
     Variant,
     Wait,
 )
-from lightning_amp.advice.findings import decide, emulated_precision, unaligned_products
+from lightning_amp.advice.findings._finding import decide
+from lightning_amp.advice.findings._not_faster import emulated_precision
+from lightning_amp.advice.findings._products import unaligned_products
 from lightning_amp.measure import BACKWARD, SpeedComparison
 
 PARTS = step().parts
@@ -123,14 +125,13 @@ def test_workers_are_no_more_than_cores(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_host_waits() -> None:
-    facts = step(waits=(Wait("a.py:1", ".item()", 3), Wait("b.py:2", "nonzero", 1), Wait("log", "x", 9, by_user=False)))
+    facts = step(waits=(Wait("a.py:1", ".item()", 3), Wait("b.py:2", "nonzero", 1)))
     found = only(facts, GPU)
     assert (found.severity, found.code) == ("warning", "host-waits")
     assert "4 times in a step: .item() in a.py:1, and in 1 other place" in found.message
     on_cpu = only(facts)
     assert on_cpu.severity == "note"
     assert "On a CPU that is free" in on_cpu.message
-    assert not said(step(waits=(Wait("log", "x", 9, by_user=False),)), GPU)
 
 
 def test_an_optimizer_in_many_kernels() -> None:
@@ -261,32 +262,35 @@ def test_sizes_that_are_not_aligned_are_found() -> None:
         product("b", sizes=sizes, flops=10), product("b", sizes=sizes, part=BACKWARD, flops=10),
         product("c", sizes=(64, 48, 4), flops=9), product("d", sizes=(64, 33, 64), dtype="float32"),
     )  # fmt: skip
-    ((found, dtype, count),) = unaligned_products(facts)
-    assert (found.sizes, found.padded, found.module, found.flops) == (sizes, (64, 40, 104), "b", 20)
-    assert (dtype, count) == ("bfloat16", 2)
-    ((found, _, _),) = unaligned_products(replace(facts, alignment=16))
-    assert found.padded == (64, 48, 112)
+    found = unaligned_products(facts)
+    assert found == Unaligned(pytest.approx(20 / 10**9), sizes, (64, 40, 104), "bf16", "b")
+    wider = unaligned_products(replace(facts, alignment=16))
+    assert wider is not None
+    assert wider.padded == (64, 48, 112)
+    assert unaligned_products(step(product("b", sizes=(64, 32, 96)))) is None
 
 
-def head(padded_s: float, flops: int = 10**9, **changes: Any) -> tuple[Unaligned, ...]:
-    found = Unaligned((64, 33, 4001), (64, 40, 4008), "head", flops, speed(0.03 / padded_s), 0.03 - padded_s)
-    return (replace(found, **changes),)
+def head(ratio: float, share: float = 1.0, **changes: Any) -> Unaligned:
+    found = Unaligned(share, (64, 33, 4001), (64, 40, 4008), "bf16", "head", speed(ratio))
+    return replace(found, **changes)
 
 
 def test_sizes_that_are_not_multiples() -> None:
-    found = only(step(unaligned=head(0.01)))
+    found = only(step(unaligned=head(2.0)))
     assert (found.severity, found.code) == ("warning", "sizes-not-aligned")
-    assert "`head` (64 x 33 x 4001); padded, they save 20 % of a step" in found.message
+    assert "`head` (64 x 33 x 4001); padded to 64 x 40 x 4008, measured here: 2.00x as fast" in found.message
+    assert found.message.endswith("If all gain as much, a step saves 25 %.")  # products are half of the step
     assert "(33 to 40, 4001 to 4008)" in found.action
-    nothing = only(step(unaligned=head(0.03)))
+    nothing = only(step(unaligned=head(1.0)))
     assert (nothing.severity, nothing.action) == ("note", "Leave them as they are: padding gains nothing here.")
     assert "padded to 64 x 40 x 4008, measured here: as fast within 5 %" in nothing.message
-    unsure = only(step(unaligned=head(0.01, padded_speed=speed(2.0, noise=0.8))))
+    unsure = only(step(unaligned=head(2.0, padded_speed=speed(2.0, noise=0.8))))
     assert unsure.severity == "note"
     assert "undecided" in unsure.message
-    much = step(unaligned=head(0.001), product_s=0.01)
-    assert "they save 10 % of a step" in only(much).message  # no more than its products take
-    assert not said(step(unaligned=head(0.01, 10**7)))
+    little = only(step(unaligned=head(2.0, share=0.1)))
+    assert little.severity == "note"
+    assert "a step saves 2.5 %" in little.message
+    assert not said(step(unaligned=head(2.0, share=0.01)))
 
 
 # -- no faster than fp32 -----------------------------------------------------------------------------------------------
@@ -360,7 +364,7 @@ def test_an_emulated_format_is_judged_by_the_step() -> None:
 
 
 def memory(**parts: int) -> Memory:
-    names = ("weights", "gradients", "states", "activations", "logits", "casts", "temporaries")
+    names = ("weights", "gradients", "states", "activations", "logits", "casts")
     held = {name: parts.get(name, 0) * MIB for name in names}
     return Memory(**held, peak=sum(held.values()))
 
@@ -396,14 +400,6 @@ def test_states_that_dominate() -> None:
     assert only(facts, machine(memory_gib=0.2)).severity == "warning"  # the device is full
     assert not said(facts, machine(memory_gib=16.0))
     assert "8 bits" not in only(replace(facts, optimizers=(replace(adam, name="SGD"),)), SMALL).action
-
-
-def test_what_the_step_of_an_optimizer_takes_counts() -> None:
-    held = memory(weights=10, gradients=10, states=20, temporaries=40, activations=20)
-    plain = OptimizerFacts("AdamW", True, 10 * MIB)
-    found = only(step(memory=held, optimizers=(plain,)), machine(memory_gib=0.5))
-    assert "hold 80 MiB, 80 % of the peak" in found.message
-    assert "`fused=True` saves 40 MiB" in found.action
 
 
 # -- the decision ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 from lightning_amp.advice import DoctorReport, _race
-from lightning_amp.advice._fused import can_fuse, fuse_optimizers
+from lightning_amp.advice._fused import can_fuse, fuse
 from lightning_amp.advice._race import Contestant, Laps, Track, race
 from lightning_amp.advice._step import OptimizerFacts, Variant
 from lightning_amp.shadow import Batches, private_trainer, run_private_fit, unnoticed
@@ -119,11 +119,13 @@ def test_more_rounds_are_run_while_a_claim_is_open(noise: float, rounds: int, mo
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
 def test_an_optimizer_that_is_made_fused_steps_as_one_that_was(make: Any) -> None:
-    def weights(fuse: bool) -> Any:
+    def weights(fused: bool) -> Any:
         torch.manual_seed(0)
-        module = Toy(lambda params: make(params, lr=0.1, **({} if fuse else {"fused": True})))
-        configured: Any = (fuse_optimizers(module) if fuse else module).configure_optimizers()
+        module = Toy(lambda params: make(params, lr=0.1, **({} if fused else {"fused": True})))
+        configured: Any = module.configure_optimizers()
         schedule = torch.optim.lr_scheduler.StepLR(configured, 1, gamma=0.5)
+        if fused:
+            fuse(configured)
         for _ in range(3):
             module.loss(torch.ones(2, 8)).backward()
             configured.step()
@@ -144,19 +146,18 @@ def test_which_optimizers_can_be_fused() -> None:
     assert not can_fuse(type("Mine", (torch.optim.AdamW,), {})(own))
 
 
-def test_optimizers_are_found_in_whatever_is_configured() -> None:
-    for shape in (
-        lambda o, s: o,
-        lambda o, s: ([o], [s]),
-        lambda o, s: {"optimizer": o, "lr_scheduler": s},
-        lambda o, s: ({"optimizer": o},),
-    ):
-        module = Toy()
-        optimizer = torch.optim.Adam(module.parameters())
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        vars(module)["configure_optimizers"] = lambda shape=shape, o=optimizer, s=schedule: shape(o, s)
-        fuse_optimizers(module).configure_optimizers()
-        assert optimizer.param_groups[0]["fused"]
+def test_a_contestant_turns_on_fused() -> None:
+    class Notes(Toy):
+        fused: Any = None
+
+        def on_train_end(self) -> None:
+            self.fused = [group["fused"] for group in self.trainer.optimizers[0].param_groups]
+
+    plain, fused = Notes(), Notes()
+    contestant("as it is", plain).round(TRACK, 1)
+    contestant("fused=True", fused).round(TRACK, 1)
+    assert not any(plain.fused)
+    assert fused.fused == [True]
 
 
 def test_optimizers_can_be_fused_wherever_torch_has_a_kernel(device: torch.device) -> None:

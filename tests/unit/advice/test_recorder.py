@@ -1,16 +1,16 @@
-"""The record of each operation of a step: its caller, its FLOPs and casts, and the memory that it allocated."""
+"""The record of each operation of a step: its caller, its FLOPs and casts; and the parts of a peak."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_amp.advice._recorder import Recorder, memory_of
-from lightning_amp.advice._step import Allocation, Loss, Operation, Recording
+from lightning_amp.advice._recorder import Recorder
+from lightning_amp.advice._step import Loss, Memory, Operation, Recording
 from lightning_amp.casting import Fp32Modules
 from lightning_amp.measure import BACKWARD, FORWARD, OPTIMIZER
 
@@ -20,11 +20,11 @@ CPU = torch.device("cpu")
 class Step:
     """A training step that tells the recorder which part is running."""
 
-    def __init__(self, net: nn.Module, fp32: tuple[nn.Module, ...] = (), held: Sequence[Tensor] = ()) -> None:
+    def __init__(self, net: nn.Module, fp32: tuple[nn.Module, ...] = ()) -> None:
         self.part = FORWARD
         self.net = net
         kept = [m for f in fp32 for m in f.modules()]
-        self.recorder = Recorder(net, CPU, kept, held, lambda: self.part, "nobody.py")
+        self.recorder = Recorder(net, CPU, kept, lambda: self.part, "nobody.py")
 
     def run(self, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer | None = None) -> Recording:
         with self.recorder:
@@ -118,70 +118,8 @@ def test_waits_of_optimizers_do_not_count() -> None:
         return out[out > -1e9].sum() + out.sum().cpu()
 
     recorded = Step(model).run(loss, torch.optim.Adam(model.parameters()))
-    found = {wait.operation: (wait.count, wait.by_user) for wait in recorded.waits}
-    assert found == {
-        ".item()": (1, True),
-        ".bool()": (1, True),
-        "a mask as an index": (1, True),
-        ".cpu()": (1, True),
-    }
-
-
-def test_memory_is_followed_until_it_is_freed() -> None:
-    model = net()
-
-    def loss() -> Tensor:
-        kept = torch.ones(100, 8)
-        gone = torch.ones(1000, 1000)
-        del gone
-        return model(kept).sum()
-
-    allocations = Step(model).run(loss).allocations
-    (large,) = [a for a in allocations if a.num_bytes == 4_000_000]
-    assert large.end is not None
-    assert large.end - large.begin <= 2
-    gradients = [a for a in allocations if a.end is None]
-    assert {a.num_bytes for a in gradients} >= {4 * 8 * 16, 4 * 16}
-
-
-def test_memory_freed_after_the_step_lasts_to_its_end() -> None:
-    model, kept = net(), list[Tensor]()
-
-    def loss() -> Tensor:
-        kept.append(torch.ones(1000, 1000))
-        return model(torch.ones(3, 8)).sum()
-
-    recorded = Step(model).run(loss)
-    kept.clear()
-    (made,) = [allocation for allocation in recorded.allocations if allocation.num_bytes == 4_000_000]
-    assert made.end is None
-
-
-def test_tensors_from_before_the_step_are_no_new_memory() -> None:
-    """In-place operations return weights, buffers, optimizer states and the batch again."""
-    model, batch = nn.Sequential(*net(), nn.BatchNorm1d(4)), torch.ones(300, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    model(batch).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    states = [state["momentum_buffer"] for state in optimizer.state.values()]
-    before = {"weights": [*model.parameters()], "buffers": [*model.buffers()], "states": states, "batch": [batch]}
-    recorded = Step(model, held=[*states, batch]).run(lambda: model(batch.mul_(2)).sum(), optimizer)
-    made = {allocation.pointer for allocation in recorded.allocations}
-    for name, tensors in before.items():
-        assert tensors
-        assert not made & {tensor.untyped_storage().data_ptr() for tensor in tensors}, name
-    assert {name for name in ("mul_", "add_") if named(recorded, name) or named(recorded, name, OPTIMIZER)} == {
-        "mul_", "add_",
-    }  # fmt: skip
-
-
-def test_gradients_left_from_the_step_before_are_memory_of_the_step() -> None:
-    model = net()
-    model(torch.ones(3, 8)).sum().backward()
-    recorded = Step(model).run(lambda: model(torch.ones(3, 8)).sum())
-    left = {allocation.num_bytes for allocation in recorded.allocations if allocation.begin == -1}
-    assert left == {4 * n for n in (8 * 16, 16, 16 * 4, 4)}
+    found = {wait.operation: wait.count for wait in recorded.waits}
+    assert found == {".item()": 1, ".bool()": 1, "a mask as an index": 1, ".cpu()": 1}
 
 
 def test_losses_over_classes() -> None:
@@ -257,35 +195,15 @@ def test_a_forward_that_raises_inside_leaves_the_names_right() -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def held(*allocations: Allocation, losses: Any = ()) -> Recording:
-    return Recording((Operation("mm", FORWARD),) * 10, allocations, tuple(losses))
-
-
-def made(num_bytes: int, begin: int, end: int | None, part: str = FORWARD, **changes: Any) -> Allocation:
-    return Allocation(**{"pointer": begin, "numel": num_bytes // 4, **changes}, num_bytes=num_bytes, begin=begin,
-                      end=end, part=part)  # fmt: skip
-
-
-def test_parts_of_memory_add_up_to_the_peak() -> None:
-    module = net()
-    optimizer = torch.optim.Adam(module.parameters())
-    module(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-    size, grad = 4 * sum(p.numel() for p in module.parameters()), module[0].weight.grad
-    assert grad is not None
-    recorded = held(
-        made(100, -1, 2),  # gradients of the step before
-        made(1000, 0, 8),
-        made(400, 1, 8, numel=30),
-        made(70, 2, 3, is_cast=True),
-        made(4000, 4, None, BACKWARD, pointer=grad.untyped_storage().data_ptr()),
-        made(500, 9, None, OPTIMIZER),
-        losses=[Loss(3, 10)],
+def test_a_peak_has_parts() -> None:
+    casts = tuple(
+        Operation("_to_copy", FORWARD, cast_bytes=size, cast_of=pointer)
+        for pointer, size in ((1, 20), (2, 10), (1, 20))
     )
-    found = memory_of(recorded, module, [optimizer])
-    assert (found.weights, found.states) == (size, 2 * size + 4 * 4)  # each parameter has a count of its steps
-    assert (found.gradients, found.activations, found.logits, found.casts) == (4000, 1000, 400, 0)
-    assert found.peak == found.weights + found.states + 5400
-    found = memory_of(held(made(10, 0, 3), made(500, 5, 7, OPTIMIZER)), module, [optimizer])
-    assert (found.temporaries, found.activations) == (500, 0)
-    assert memory_of(held(), module, [optimizer]).peak == found.weights + found.states
+    recorded = Recording(casts, losses=(Loss(2, 5), Loss(2, 1)))
+    found = Memory.of(1000, recorded, weights=100, gradients=100, states=200)
+    assert (found.casts, found.logits, found.activations, found.peak) == (30, 120, 450, 1000)
+    in_fp32 = Memory.of(1000, Recording((), losses=(Loss(2, 5),)), weights=100, gradients=100, states=200)
+    assert (in_fp32.casts, in_fp32.logits, in_fp32.activations) == (0, 80, 520)
+    unknown = Memory.of(0, recorded, weights=100, gradients=100, states=200)
+    assert (unknown.logits, unknown.activations, unknown.peak) == (0, 0, 430)

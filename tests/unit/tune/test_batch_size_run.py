@@ -21,12 +21,9 @@ from lightning_amp.compare import Run, Spec
 from lightning_amp.tune import _batch_size_run
 from lightning_amp.tune._batch_size_run import (
     Facts,
-    WithBatchSize,
-    hold_size,
     is_out_of_memory,
     measurement,
     run_once,
-    sizes_of,
     why_failed,
 )
 
@@ -70,7 +67,7 @@ def test_a_run(tmp_path: Path) -> None:
     run, facts = short(tmp_path)
     assert run.error is None
     assert (facts.own_size, facts.rows, facts.num_rows, facts.device) == (8, 8, 128, "cpu")
-    assert (facts.num_batches, facts.per_step, facts.rates) == (run.num_steps, 1, (("AdamW", 0.01),))
+    assert (facts.num_batches, facts.per_step, facts.rates) == (run.num_steps, 1, [["AdamW", 0.01]])
     assert 9 <= run.num_steps <= 103
     assert run.peak_memory_bytes
     assert run.step_s
@@ -80,7 +77,7 @@ def test_a_run(tmp_path: Path) -> None:
 
 def test_another_size(tmp_path: Path) -> None:
     _, facts = short(tmp_path, size=64)
-    assert (facts.own_size, facts.rows, facts.num_rows) == (64, 64, 128)
+    assert (facts.own_size, facts.rows, facts.num_rows) == (8, 64, 128)
 
 
 class Uneven(Ocean):
@@ -118,7 +115,7 @@ def test_schedules_and_callbacks_that_ask_for_more(tmp_path: Path) -> None:
     run, facts = short(tmp_path, Schedule, size=128, **kwargs)
     assert run.error is None
     assert run.num_steps >= 9
-    assert facts.rates == (("SGD", 0.25),)
+    assert facts.rates == [["SGD", 0.25]]
     assert [path.name for path in tmp_path.rglob("*.ckpt")] == []
 
 
@@ -225,7 +222,7 @@ class OfTheModule(Plain):
 def test_loaders_of_the_module(tmp_path: Path) -> None:
     run, facts = short(tmp_path, OfTheModule, L.LightningDataModule, size=10)
     assert run.error is None
-    assert (facts.own_size, facts.num_rows, facts.rows) == (10, 40, 10)
+    assert (facts.own_size, facts.num_rows, facts.rows) == (4, 40, 10)
 
 
 class NoSize(Ocean):
@@ -243,51 +240,27 @@ def test_what_is_refused(data: Any, text: str, tmp_path: Path) -> None:
 # -- where the size stands ---------------------------------------------------------------------------------------------
 
 
-class Hparams(L.LightningDataModule):
-    def __init__(self, batch_size: int = 4) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-    def train_dataloader(self) -> Any: ...
-
-
-class Property(Hparams):
-    @property
-    def batch_size(self) -> int:  # type: ignore[override]
-        return self.hparams["batch_size"]
-
-
-class Both(Hparams):
+class Both(Ocean):
     def __init__(self, batch_size: int = 4) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.batch_size = batch_size
 
 
-class AsksForATrainer(L.LightningModule):
-    @property
-    def batch_size(self) -> int:
-        return self.trainer.num_devices
+class OnlyHparams(Sea):
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=self.hparams["batch_size"])
 
 
-class AMethod(L.LightningModule):
-    def batch_size(self) -> int:
-        return 4
-
-
-@pytest.mark.parametrize("kind", [Ocean, Hparams, Property, Both])
-def test_every_place(kind: Any) -> None:
-    own = set(sizes_of(kind()))
-    assert set(sizes_of(WithBatchSize(kind, 16)())) == {16}
-    assert set(sizes_of(WithBatchSize(kind, None)())) == own
-    assert len(own) == 1
-
-
-@pytest.mark.parametrize("kind", [L.LightningModule, AMethod, AsksForATrainer])
-def test_no_place(kind: Any) -> None:
-    owner = kind()
-    hold_size(owner, 8)
-    assert sizes_of(owner) == []
+@pytest.mark.parametrize("data", [Both, OnlyHparams])
+def test_every_place(data: Any, tmp_path: Path) -> None:
+    run, facts = short(tmp_path, Plain, data, size=16)
+    assert run.error is None
+    assert (facts.own_size, facts.rows) == (4, 16)
 
 
 # -- measurements ------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class MadeUp:
         return Run("fp32", 0, peak_memory_bytes=int(peak * GIB), step_s=(0.5,), samples_per_s=(2.0 * rows,))
 
     def noted(self, rows: int) -> Facts:
-        return replace(self.facts, own_size=rows, rows=rows)
+        return replace(self.facts, rows=rows)
 
 
 def linear(rows: int) -> float:
@@ -86,7 +86,7 @@ def test_fewer_rows_than_the_first_size() -> None:
 def test_drop_last_leaves_no_batch() -> None:
     class Dropped(MadeUp):
         def noted(self, rows: int) -> Facts:
-            return replace(self.facts, own_size=rows, num_batches=9 if rows <= 50 else 0)
+            return replace(self.facts, num_batches=9 if rows <= 50 else 0)
 
     runs = Dropped(linear, replace(FACTS, own_size=64, num_rows=50))
     result = search(runs)
@@ -105,7 +105,7 @@ def test_no_batches_at_all(rows: int | None) -> None:
 def test_a_stream_that_ends() -> None:
     class Stream(MadeUp):
         def noted(self, rows: int) -> Facts:
-            return replace(self.facts, own_size=rows, rows=min(rows, 300))
+            return replace(self.facts, rows=min(rows, 300))
 
     result = search(Stream(lambda rows: 0.2 + 0.001 * min(rows, 300)))
     assert result.batch_size == 300
@@ -114,7 +114,7 @@ def test_a_stream_that_ends() -> None:
 
 def test_batches_that_do_not_follow() -> None:
     runs = MadeUp(lambda rows: 0.3)
-    runs.noted = lambda rows: replace(runs.facts, own_size=rows, rows=16)  # type: ignore[method-assign]
+    runs.noted = lambda rows: replace(runs.facts, rows=16)  # type: ignore[method-assign]
     message = r"must change with `batch_size`: it was 32, then 64, and a batch had 16 rows each time. Write `DataLoader"
     with pytest.raises(ValueError, match=message):
         search(runs)
@@ -124,7 +124,7 @@ def test_batches_that_do_not_follow() -> None:
 def test_a_loader_with_half_of_it() -> None:
     class Half(MadeUp):
         def noted(self, rows: int) -> Facts:
-            return replace(self.facts, own_size=rows, rows=rows // 2)
+            return replace(self.facts, rows=rows // 2)
 
     assert search(Half(linear, replace(FACTS, num_rows=100))).batch_size == 200
 
