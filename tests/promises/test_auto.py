@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import Toy, batches, fit, quiet_trainer
+from support import Toy, batches, quiet_trainer
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision
@@ -92,5 +91,3 @@ def test_a_compiled_module_computes_in_it(on_machine: OnMachine) -> None:
         module.net.compile(backend="aot_eager")
         quiet_trainer(plugins=[AmpPrecision()]).fit(module, batches(2))
         assert module.dtypes["fit"] == Choice.of(PICKED[name]).dtype
-
-
