@@ -35,6 +35,7 @@ class ByHand:
         if not isinstance(outputs, Tensor):
             many = [self.scale(output) for output in outputs]
             return tuple(many) if isinstance(outputs, tuple) else many
+        self._steps.begin_backward()
         scaler = self._steps.scaler
         scaled = scaler.multiply(outputs)
         if scaled.requires_grad:

@@ -164,12 +164,16 @@ class OptimizerSteps:
         self.add_loss(loss)
         if self.scaler is None:
             return loss
-        if self.round_is_over:  # of a batch with many steps, such as several epochs of a rollout
-            self._round.lower(self.scaler)
-            self.log.complete(self.scaler.scale_tensor)
+        self.begin_backward()
         scaled = self.scaler.multiply(loss)  # must come first: it creates the scale, and a float16 loss may lower it
         self.carry(self.scaler.scale_tensor)
         return scaled
+
+    def begin_backward(self) -> None:
+        """Let the scale fall between two rounds of one batch, such as several epochs of a rollout."""
+        if self.scaler is not None and self.round_is_over:
+            self._round.lower(self.scaler)
+            self.log.complete(self.scaler.scale_tensor)
 
     def add_loss(self, loss: Tensor) -> None:
         """Record the loss of the next backward."""
