@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from support import DEVICE, Toy, assert_as_fp32, assert_same, batches, fit, quiet_trainer, scaled_fp32
-from support.promises import OPTIMIZERS, plain_sgd
+from support.promises import OPTIMIZERS, PLAIN_AND_FUSED, plain_sgd
 from torch import Tensor
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
@@ -131,7 +131,7 @@ class BackwardInHook(Manual):
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_a_backward_in_the_hook_before_the_step(plugin: str, optimizer: str) -> None:
     ours = PLUGINS[plugin]()

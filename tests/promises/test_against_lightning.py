@@ -21,17 +21,15 @@ from support import (
     assert_same,
     batches,
     fit,
-    promises,
     scaled_fp32,
     stock,
     weights,
 )
-from support.promises import DIFFERS
+from support.promises import DIFFERS, OPTIMIZERS, PLAIN_AND_FUSED
 from torch import nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 
-OPTIMIZERS = {name: promises.OPTIMIZERS[name] for name in ("sgd", "adamw", "fused adamw")}
 POLICY: dict[str, Any] = {"init_scale": 2.0**24, "growth_interval": 5}
 
 
@@ -42,7 +40,7 @@ def toy(optimizer: str) -> Toy:
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_same_bits_as_lightning(precision: str, optimizer: str, clip: float | None, accumulate: int) -> None:
     if clip and optimizer.startswith("fused"):
@@ -82,7 +80,6 @@ class Recurrent(nn.Module):
         return self.head(x / 100)
 
 
-@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("cell", [pytest.param(nn.GRUCell, marks=pytest.mark.needs("gru")), nn.LSTMCell, nn.RNNCell])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_same_bits_where_weights_are_used_again(precision: str, cell: type[nn.Module]) -> None:
@@ -98,7 +95,7 @@ def test_same_bits_where_weights_are_used_again(precision: str, cell: type[nn.Mo
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 def test_somebody_elses_scaler(optimizer: str) -> None:
     module = functools.partial(toy, optimizer)
     ours = AmpPrecision("fp16", scaler=torch.amp.GradScaler("cpu", **POLICY))
@@ -109,7 +106,7 @@ def test_somebody_elses_scaler(optimizer: str) -> None:
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 def test_fp32_is_fp32(optimizer: str) -> None:
     module = functools.partial(toy, optimizer)
     for plugin in (AmpPrecision("fp32"), AmpPrecision("fp32", skip_nonfinite=False), scaled_fp32()):

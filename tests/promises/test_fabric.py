@@ -23,7 +23,6 @@ from support.fabric import (
     make_fabric,
     optimizer_tensors,
     promise,
-    slow,
     without,
 )
 from support.promises import DIFFERS, fused_adamw, fused_sgd, plain_adamw, plain_sgd
@@ -314,12 +313,10 @@ ORDERS = {
 }
 
 
-@both_ways
-@pytest.mark.parametrize("growth_interval", [pytest.param(1, marks=slow), 2, pytest.param(1000, marks=slow)])
 @pytest.mark.parametrize("optimizer", CASES)
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_order_equals_fp32(order: str, optimizer: str, growth_interval: int) -> None:
-    plugin = FabricPlugins().fp16(growth_interval=growth_interval)
+def test_every_order_equals_fp32(order: str, optimizer: str) -> None:
+    plugin = FabricPlugins().fp16(growth_interval=2)
     two = Two(plugin, OPTIMIZERS[optimizer]).run(order, batches())
     assert_same(two.weights(), Two(None, OPTIMIZERS[optimizer]).run(order, batches()).weights())
     assert plugin.num_skipped == 0
@@ -368,9 +365,8 @@ def test_bad_losses_never_lower_the_scale(plugins: FabricPlugins) -> None:
     torch.testing.assert_close(plugin.scaler.get_scale(), 2.0**10)
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param(plain_adamw, marks=slow), fused_adamw])
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("precision", ["fp16", "bf16", pytest.param("fp32", marks=slow)])
+@pytest.mark.parametrize("optimizer", [fused_adamw])
+@pytest.mark.parametrize(("precision", "clip"), [("fp16", False), ("bf16", True)])
 @promise(6, stock="DID NOT RAISE|non-finite|not implemented", raises=(pytest.fail.Exception, RuntimeError))
 def test_a_stuck_run_raises(plugins: FabricPlugins, precision: str, clip: bool, optimizer: Any) -> None:
     if plugins.kind == "our scaler" and precision == "fp16" and not clip:

@@ -91,9 +91,9 @@ def test_an_overflow_at_a_clip_by_value_without_a_fused_optimizer(optimizer: Any
     overflow_at_a_clip(FabricPlugins().fp16(), optimizer, "value")
 
 
-@pytest.mark.parametrize("clip", [None, *CLIPS])
+@pytest.mark.parametrize("clip", [None, "norm"])
 @pytest.mark.parametrize("optimizer", CASES)
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16"])
 @promise(8, stock="are not close|non-finite|are not equal", raises=(RuntimeError, AssertionError))
 def test_one_bad_batch_without_a_scaler(plugins: FabricPlugins, precision: str, optimizer: str, clip: Any) -> None:
     bad: Any = {3: "gradient", 4: "loss"}

@@ -26,7 +26,17 @@ from support import (
     scaled_fp32,
     weights,
 )
-from support.promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, fused_sgd, plain_adamw, plain_sgd, promise
+from support.promises import (
+    DIFFERS,
+    OPTIMIZERS,
+    PLAIN_AND_FUSED,
+    Plugins,
+    fused_adamw,
+    fused_sgd,
+    plain_adamw,
+    plain_sgd,
+    promise,
+)
 from torch import Tensor, nn
 from torch._functorch import config
 from torch.utils.data import DataLoader
@@ -173,7 +183,7 @@ def test_a_scale_that_fell_to_zero(plugins: Plugins) -> None:
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_gradients_that_leave_the_range_when_divided(optimizer: str, clip: float | None) -> None:
     """The scaled gradients are finite and the scale is below one, so the true gradients are not finite."""
@@ -205,7 +215,7 @@ def test_bad_batches_never_lower_the_scale(plugins: Plugins) -> None:
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 def test_reasons(optimizer: str) -> None:
     records = Records()
     fit(lambda: Toy(OPTIMIZERS[optimizer]), Plugins(True).scaled(), callbacks=[Poison([1], loss=[3]), records])

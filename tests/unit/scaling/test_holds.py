@@ -112,35 +112,6 @@ def test_what_the_device_knows_is_decided_when_code_reads_the_rate(reader: str, 
     assert schedule.rate == expected
 
 
-def test_two_steps_of_the_schedule_in_a_row_are_both_decided() -> None:
-    schedule = Schedule()
-    schedule.step(flag(False))
-    schedule.hold.resolve()
-    assert schedule.step(flag(False)) == 0.5
-    schedule.hold.resolve()
-    assert schedule.rate == 0.25
-
-
-class Doubled(ExponentialLR):
-    """A class that somebody else gives the scheduler."""
-
-    def step(self, epoch: Any = None) -> None:
-        super().step()
-        super().step()
-
-
-@pytest.mark.parametrize("derives", [False, True])
-def test_a_class_that_somebody_else_gives_a_scheduler_stays(derives: bool) -> None:
-    schedule = Schedule()
-    schedule.step(flag(False))  # on a device, so not decided yet
-    theirs = type("Theirs", (type(schedule.scheduler),), {}) if derives else Doubled
-    schedule.scheduler.__class__ = theirs
-    schedule.hold.close()
-    assert type(schedule.scheduler) is theirs
-    assert schedule.rate == 0.5  # the step that was noted
-    assert schedule.step() == (0.25 if derives else 0.125)
-
-
 def test_a_closed_hold_leaves_nothing() -> None:
     schedule = Schedule()
     schedule.hold.close()

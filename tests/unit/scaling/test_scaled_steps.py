@@ -92,11 +92,6 @@ def test_bad_batches_leave_no_trace(scaler: str, optimizer: str, clip: float | N
     assert (loop.steps.num_steps, loop.steps.num_skipped) == (5, 3)
 
 
-def test_skip_nonfinite_can_be_off() -> None:
-    loop = Loop(None, plain_adamw, {1: "gradient"}, skip_nonfinite=False).run()
-    assert not all(value.isfinite().all() for value in loop.model.state_dict().values())
-
-
 @both_ways
 @pytest.mark.filterwarnings("error:Detected call of")
 @pytest.mark.parametrize("way", ["guard", "on_applied", "last_step"])
@@ -128,34 +123,6 @@ def test_schedules_and_averages(optimizer: str, way: str) -> None:
 @both_ways
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("optimizer", [plain_adamw, fused_adamw])
-def test_two_optimizers(listed: bool, optimizer: Any) -> None:
-    """Each gradient is divided by the scale that it carries. The scale moves once per round."""
-
-    def train(scaler: Any) -> Any:
-        torch.manual_seed(0)
-        one, two = nn.Linear(FEATURES, 4).to(DEVICE), nn.Linear(4, 1).to(DEVICE)
-        optimizers = [optimizer(one.parameters()), optimizer(two.parameters())]
-        steps = None if scaler is None else ScaledSteps(scaler, *([optimizers] if listed else []))
-        for index, batch in enumerate(batches()):
-            for i in (0, 1) if index % 2 else (1, 0):
-                optimizers[i].zero_grad()
-                hidden = one(batch.to(DEVICE))
-                loss = (hidden.pow(2).mean(), (two(hidden) - 1).pow(2).mean())[i]
-                loss.backward() if steps is None else steps.backward(loss)
-                optimizers[i].step() if steps is None else steps.step(optimizers[i])
-        if steps is not None:
-            steps.flush()
-        return [p.detach() for m in (one, two) for p in m.parameters()]
-
-    scaler = DynamicLossScaler(2.0, growth_interval=4, device=DEVICE)
-    assert_same(train(scaler), train(None))
-    if listed:
-        assert scaler.get_scale() == 8.0
-
-
-@both_ways
-@pytest.mark.parametrize("listed", [True, False])
-@pytest.mark.parametrize("optimizer", [plain_adamw, fused_adamw])
 def test_an_optimizer_that_steps_late(listed: bool, optimizer: Any) -> None:
     """Its gradients accumulate while the scale changes. `ScaledSteps` must know of it, to rescale them."""
 
@@ -178,29 +145,6 @@ def test_an_optimizer_that_steps_late(listed: bool, optimizer: Any) -> None:
     else:
         with pytest.raises(RuntimeError, match=r"`AdamW`.*loss scale changed.*`ScaledSteps\(scaler, \[\.\.\.\]\)`"):
             train(scaler)
-
-
-@both_ways
-def test_backwards_first_and_one_clip_each() -> None:
-    def train(scaled: bool) -> Any:
-        torch.manual_seed(0)
-        nets = [net().to(DEVICE) for _ in range(2)]
-        optimizers = [fused_adamw(n.parameters()) for n in nets]
-        steps = ScaledSteps(DynamicLossScaler(4.0, growth_interval=1, device=DEVICE), optimizers) if scaled else None
-        for batch in batches():
-            for n, o in zip(nets, optimizers, strict=True):
-                o.zero_grad()
-                loss = n(batch.to(DEVICE)).pow(2).mean()
-                loss.backward() if steps is None else steps.backward(loss)
-            for n, o in zip(nets, optimizers, strict=True):
-                if steps is not None:
-                    steps.unscale_(o)
-                    steps.unscale_(o)
-                torch.nn.utils.clip_grad_norm_(n.parameters(), 0.1)
-                o.step() if steps is None else steps.step(o)
-        return [p.detach() for n in nets for p in n.parameters()]
-
-    assert_same(train(True), train(False))
 
 
 @both_ways
@@ -296,42 +240,6 @@ def test_records_and_autocast() -> None:
     assert applied == [index not in (1, 4) for index in range(8)]
     assert loop.steps.last_step.index == 7
     assert loop.steps.scaler.get_scale() == 512.0
-
-
-@both_ways
-@pytest.mark.parametrize("scaler", SCALER_CASES)
-def test_a_stuck_loop_raises(scaler: str) -> None:
-    loop = Loop(SCALERS[scaler](), fused_adamw, dict.fromkeys(range(200), "gradient"))
-    with pytest.raises(FloatingPointError, match="optimizer steps in a row"):
-        loop.run(batches(140))
-
-
-@both_ways
-def test_an_exception_between_unscale_and_step() -> None:
-    loop = Loop(SCALERS["ours"](), fused_adamw)
-    loop.backward(loop.loss(batches()[0]))
-    loop.steps.unscale_(loop.optimizer)
-    loop.optimizer.zero_grad()
-    assert_same(loop.run(clip=0.3).values(), Loop(False, fused_adamw).run(clip=0.3).values())
-
-
-@both_ways
-def test_a_step_without_gradients() -> None:
-    loop = Loop(SCALERS["ours"](), plain_adamw)
-    loop.step()
-    assert_same(loop.run().values(), Loop(False, plain_adamw).run().values())
-
-
-@both_ways
-def test_a_value_mended_after_unscale_is_still_skipped() -> None:
-    loop = Loop(SCALERS["ours"](), plain_adamw, {0: "gradient"})
-    before = {k: v.clone() for k, v in loop.model.state_dict().items()}
-    loop.backward(loop.loss(batches()[0]))
-    loop.steps.unscale_(loop.optimizer)
-    torch.nn.utils.clip_grad_value_(loop.model.parameters(), 0.1)
-    loop.step()
-    assert_same(dict(loop.model.state_dict()), before)
-    assert not loop.steps.last_step.applied
 
 
 # -- beside Accelerate -------------------------------------------------------------------------------------------------
