@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanSquaredError, MetricCollection
 
 from lightning_amp._compat._modules import compiled_backward_without_autocast
-from lightning_amp.casting._fp32_modules import Fp32Modules, checked_module_rules, modules_matching
+from lightning_amp.casting import Fp32Modules, checked_module_rules, modules_matching
 
 autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 

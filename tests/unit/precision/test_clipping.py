@@ -1,4 +1,4 @@
-"""Plain gradients are clipped as by torch. Groups that torch takes one by one share one norm."""
+"""Sharded gradients beside plain ones are clipped by one norm. (The promises clip plain ones.)"""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from support import assert_same
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from lightning_amp.precision import _clipping
+from lightning_amp import AmpPrecision
 
 
 def parameters() -> list[nn.Parameter]:
@@ -28,9 +29,9 @@ def grads(params: Sequence[nn.Parameter]) -> list[Tensor | None]:
     return [param.grad for param in params]
 
 
-CLIPPING: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "norm": (_clipping.clip_by_norm, torch.nn.utils.clip_grad_norm_),
-    "value": (_clipping.clip_by_value, torch.nn.utils.clip_grad_value_),
+CLIPPING: dict[str, Callable[..., Any]] = {
+    "norm": torch.nn.utils.clip_grad_norm_,
+    "value": torch.nn.utils.clip_grad_value_,
 }
 
 
@@ -46,12 +47,12 @@ def mesh() -> Iterator[Any]:
 
 @pytest.mark.parametrize("how", CLIPPING)
 def test_sharded_gradients_beside_plain_ones_are_clipped_as_if_nothing_was_sharded(how: str, mesh: Any) -> None:
-    ours, theirs = CLIPPING[how]
     params, expected = parameters(), parameters()
     for i, placement in ((0, Shard(0)), (1, Partial())):  # the second is a sum that sequence parallelism has left
         grad, params[i] = params[i].grad, nn.Parameter(DTensor.from_local(params[i].detach(), mesh, [Replicate()]))
         params[i].grad = DTensor.from_local(grad, mesh, [placement])
-    ours(params, 0.5)
-    theirs(expected, 0.5)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    AmpPrecision("bf16").clip_gradients(optimizer, 0.5, GradClipAlgorithmType(how))
+    CLIPPING[how](expected, 0.5)
     clipped = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads(params)]
     assert_same(clipped, grads(expected), rtol=1e-6, atol=0.0)

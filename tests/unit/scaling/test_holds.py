@@ -13,8 +13,7 @@ from support import CountReads
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
-from lightning_amp.scaling import ScaledSteps, Skip
-from lightning_amp.scaling._holds import Hold
+from lightning_amp.scaling import Hold, ScaledSteps, Skip
 
 
 class Counter:
@@ -29,9 +28,9 @@ def flag(skipped: bool, on_device: bool = True) -> Skip:
     return Skip(torch.tensor(float(skipped))) if on_device else Skip.YES if skipped else Skip.NO
 
 
-@pytest.mark.parametrize("on_device", list(itertools.product([False, True], repeat=3)))
-@pytest.mark.parametrize("skipped", list(itertools.product([False, True], repeat=3)))
-def test_one_applied_step_is_enough(skipped: tuple[bool, ...], on_device: tuple[bool, ...]) -> None:
+@pytest.mark.parametrize("on_device", list(itertools.product([False, True], repeat=2)))
+@pytest.mark.parametrize("skipped", list(itertools.product([False, True], repeat=2)))
+def test_one_applied_step_is_enough(skipped: tuple[bool, bool], on_device: tuple[bool, bool]) -> None:
     counter = Counter()
     hold = Hold(counter, ["update"])
     with CountReads() as reads:

@@ -12,9 +12,7 @@ from support.promises import OPTIMIZERS, PLAIN_AND_FUSED
 from torch import Tensor, nn
 
 from lightning_amp.scaling import Skip, StepResult
-from lightning_amp.skipped_steps import matching_places
-from lightning_amp.skipped_steps._kept_buffers import KeptBuffers
-from lightning_amp.skipped_steps._named_buffers import norm_places
+from lightning_amp.skipped_steps import KeptBuffers, matching_places, norm_places
 
 NAN = float("nan")
 
