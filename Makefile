@@ -64,6 +64,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(if $(wildcard .github),$(BIN)/zizmor --offline --quiet .github)
 	$(BIN)/python tests/check_pins.py
+	$(BIN)/python -m pytest -q -n $(WORKERS) -p no:cacheprovider tests/prose/*.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The documentation, into docs/_build/html; a warning is an error, and so is a link that leads nowhere. It is built anew each
