@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import DEVICE, Toy, assert_as_fp32, assert_same, batches, fit, quiet_trainer, scaled_fp32
+from support import DEVICE, Toy, assert_as_fp32, assert_same, batches, quiet_trainer, scaled_fp32
 from support.promises import OPTIMIZERS, PLAIN_AND_FUSED, plain_sgd
 from torch import Tensor
 
@@ -104,20 +104,6 @@ def test_a_step_after_the_run_is_not_counted() -> None:
     plugin = scaled_fp32()
     trained("after fit", plugin)
     assert plugin.num_steps == 4
-
-
-def test_hooks_see_true_gradients_there() -> None:
-    seen: list[list[Tensor]] = []
-
-    class Looks(Manual):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            seen.append([p.grad.clone() for p in self.parameters() if p.grad is not None])
-
-    for plugin in (scaled_fp32(), None):
-        fit(lambda: Looks("on_fit_end"), plugin)
-    half = len(seen) // 2
-    assert half == 9
-    assert all(torch.equal(a, b) for a, b in zip(seen[half - 1], seen[-1], strict=True))
 
 
 # -- other moments at which nobody expects a call ----------------------------------------------------------------------

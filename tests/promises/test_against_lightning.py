@@ -6,7 +6,6 @@ import contextlib
 import functools
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import throughput_monitor
@@ -17,13 +16,11 @@ from support import (
     Poison,
     Toy,
     assert_as_fp32,
-    assert_finite,
     assert_same,
     batches,
     fit,
     scaled_fp32,
     stock,
-    weights,
 )
 from support.promises import DIFFERS, OPTIMIZERS, PLAIN_AND_FUSED
 from torch import nn
@@ -157,62 +154,7 @@ def test_auto_says_what_it_picked(caplog: pytest.LogCaptureFixture) -> None:
     assert {"bf16-mixed": "'bf16'", "32-true": "'fp32'"}[plugin.precision] in lines[0]
 
 
-@pytest.mark.usefixtures("where_flags_live")
-def test_a_skipped_step_changes_nothing_and_is_counted() -> None:
-    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(64.0))
-    module = toy("adamw")
-    seen: list[dict[str, torch.Tensor]] = []
-
-    class Look(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-            seen.append(weights(pl_module))
-
-    fit(module, plugin, batches(4), callbacks=[Poison(gradient=[1, 2]), Look()])
-    assert_same(seen[0], seen[2])
-    with pytest.raises(AssertionError):
-        assert_same(seen[2], seen[3])
-    assert (plugin.num_steps, plugin.num_skipped) == (2, 2)
-    assert plugin.scaler.get_scale() == 16.0
-    assert plugin.last_step.index == 3
-
-
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_skip_nonfinite(precision: str) -> None:
-    plugin = AmpPrecision(precision)
-    trainer = fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=[1], loss=[3])])
-    assert_finite(trainer)
-    assert (plugin.num_steps, plugin.num_skipped) == (6, 2)
-    plugin = AmpPrecision(precision, skip_nonfinite=False)
-    trainer = fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=[1])])
-    with pytest.raises(AssertionError, match="not finite"):
-        assert_finite(trainer)
-
-
 def test_a_stuck_run_says_which_parameters() -> None:
     plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(min_scale=65536.0, max_consecutive_skips=5))
     with pytest.raises(FloatingPointError, match=r"5 optimizer steps in a row.*`net.0.weight`"):
         fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=range(8))])
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_a_second_fit_starts_fresh(precision: str) -> None:
-    plugin = AmpPrecision(precision, scaler=64.0 if precision == "fp16" else None)
-    first = fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=[1])])
-    again = fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=[1])])
-    assert_same(first, again)
-    assert (plugin.num_steps, plugin.num_skipped) == (7, 1)
-    assert plugin.last_step.index == 7
-
-
-class ReturnsNone(Toy):
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_a_batch_without_a_loss(precision: str) -> None:
-    plugin = AmpPrecision(precision)
-    trainer = fit(lambda: ReturnsNone(OPTIMIZERS["adamw"], nn.Linear(8, 1)), plugin)
-    assert trainer.global_step == 8

@@ -12,18 +12,16 @@ from support import (
     Poison,
     Records,
     Toy,
-    WithoutAutocast,
     assert_as_fp32,
     assert_finite,
     assert_same,
-    batches,
     fit,
     with_batch_norm,
 )
 from support.promises import DIFFERS, OPTIMIZERS, PLAIN_AND_FUSED, Plugins, plain_sgd, promise
 from torch import Tensor, nn
 
-from lightning_amp import AmpPrecision, DynamicLossScaler
+from lightning_amp import AmpPrecision
 
 
 def replace(module: nn.Module) -> None:
@@ -228,23 +226,3 @@ def test_statistics_of_a_mended_batch_are_finite(optimizer: str, precision: str)
     assert_finite(trainer)
     # where only the loss is bad, the statistics include the batch, as in fp32
     assert_as_fp32(lambda: make("nan"), getattr(Plugins(True), precision)())
-
-
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
-def test_skip_nonfinite_false_takes_everything(optimizer: str) -> None:
-    assert_as_fp32(lambda: Bad(optimizer=OPTIMIZERS[optimizer]), AmpPrecision("fp32", skip_nonfinite=False))
-
-
-@pytest.mark.usefixtures("where_flags_live")
-def test_torchs_scaler_too() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    assert_as_fp32(lambda: Looks("on_before_optimizer_step"), WithoutAutocast("fp16", scaler=scaler))
-
-
-def test_in_half_precision() -> None:
-    """The result equals fp32, up to rounding."""
-    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(1024.0))
-    tolerance = {"rtol": 0.02, "atol": 2e-3}
-    assert_as_fp32(lambda: Looks("on_before_optimizer_step"), plugin, batches(4), tolerance=tolerance)
-    assert plugin.num_skipped == 0

@@ -81,30 +81,10 @@ def test_skips_on_the_device_stop_one_read_back_later() -> None:
         log.flush()
 
 
-def test_a_step_in_between_breaks_the_row() -> None:
-    log = RecordLog(3, block=100)
-    for i in range(20):
-        note(log, 0, None, Skip(scalar(float(i % 3 != 0))), None)
-        log.close_round(None)
-    log.flush()
-    assert log.streak == ("gradient",)
-
-
 def skips(log: RecordLog, count: int, *, known: bool = True, losses: int = 0) -> None:
     for i in range(count):
         note(log, 0, None, Skip.YES if known else Skip(scalar(1.0)), scalar(float("nan") if i < losses else 1.0))
         log.close_round(None)
-
-
-def test_records_have_the_precision_of_their_step() -> None:
-    log, found = RecordLog(), list[StepRecord]()
-    log.subscribe(found.extend)
-    for precision in ("fp16", "bf16"):
-        log.precision = precision
-        note(log, 0, None, Skip.NO, None)
-        log.close_round(None)
-        log.flush()
-    assert [record.precision for record in found] == ["fp16", "bf16"]
 
 
 def test_a_smaller_limit_than_a_checkpoint_had_stops_at_the_next_skip() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from support.fabric import CASES, Infinite, batches, net, optimizer_tensors, slo
 from support.promises import OPTIMIZERS, fused_adamw, plain_adamw, plain_sgd
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.optim.swa_utils import AveragedModel
 
 from lightning_amp.scaling import DynamicLossScaler, ScaledSteps
 
@@ -93,34 +91,6 @@ def test_bad_batches_leave_no_trace(scaler: str, optimizer: str, clip: float | N
 
 
 @both_ways
-@pytest.mark.filterwarnings("error:Detected call of")
-@pytest.mark.parametrize("way", ["guard", "on_applied", "last_step"])
-@pytest.mark.parametrize("optimizer", CASES)
-def test_schedules_and_averages(optimizer: str, way: str) -> None:
-    """accelerate#4242: a fused AdamW reports no skip, and the schedule moves on."""
-
-    def train(scaler: Any, trouble: Any, data: Any) -> Any:
-        loop = Loop(scaler, OPTIMIZERS[optimizer], trouble)
-        schedule, averaged = ExponentialLR(loop.optimizer, 0.8), AveragedModel(loop.model)
-        steps = loop.steps
-        if steps is not None and way == "guard":
-            schedule, averaged = steps.guard(schedule), steps.guard(averaged)
-
-        def after() -> None:
-            if steps is not None and way == "on_applied":
-                steps.on_applied(schedule.step)
-                steps.on_applied(averaged.update_parameters, loop.model)
-            elif steps is None or way == "guard" or steps.last_step.applied:
-                schedule.step()
-                averaged.update_parameters(loop.model)
-
-        loop.run(data, after=after)
-        return loop.values(), dict(averaged.state_dict()), float(loop.optimizer.param_groups[0]["lr"])
-
-    assert_same(train(SCALERS["ours"](), BAD, None), train(False, {}, without(BAD)))
-
-
-@both_ways
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("optimizer", [plain_adamw, fused_adamw])
 def test_an_optimizer_that_steps_late(listed: bool, optimizer: Any) -> None:
@@ -145,52 +115,6 @@ def test_an_optimizer_that_steps_late(listed: bool, optimizer: Any) -> None:
     else:
         with pytest.raises(RuntimeError, match=r"`AdamW`.*loss scale changed.*`ScaledSteps\(scaler, \[\.\.\.\]\)`"):
             train(scaler)
-
-
-@both_ways
-@pytest.mark.parametrize("optimizer", [
-    lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, tolerance_grad=0, tolerance_change=0), plain_sgd, fused_adamw,
-])  # fmt: skip
-def test_closures(optimizer: Any) -> None:
-    """The closure runs the backward; the step returns the true loss."""
-
-    def train(scaler: Any, trouble: Any, data: Any) -> Any:
-        loop, losses = Loop(scaler, optimizer, trouble), []
-        for batch in batches() if data is None else data:
-
-            def closure(batch: Tensor = batch) -> Tensor:
-                loop.optimizer.zero_grad()
-                loss = loop.loss(batch)
-                loop.backward(loss)
-                return loss
-
-            losses.append(loop.step(closure=closure).detach())
-            loop.index += 1
-        return dict(loop.model.state_dict()), [x for i, x in enumerate(losses) if i not in (trouble or {})]
-
-    assert_same(train(SCALERS["ours"](), None, None), train(False, None, None))
-    assert_same(train(SCALERS["ours"](), {3: "gradient"}, None), train(False, {}, without([3])))
-
-
-@both_ways
-@pytest.mark.parametrize("cut", [1, 3, 6])
-@pytest.mark.parametrize("scaler", SCALER_CASES)
-def test_state_round_trip(scaler: str, cut: int, tmp_path: Path) -> None:
-    whole = Loop(SCALERS[scaler](), fused_adamw, BAD).run()
-    first = Loop(SCALERS[scaler](), fused_adamw, BAD).run(batches()[:cut])
-    state = {"model": first.model.state_dict(), "opt": first.optimizer.state_dict(), "steps": first.steps.state_dict()}
-    torch.save(state, tmp_path / "state.pt")
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    second = Loop(SCALERS[scaler](), fused_adamw, BAD)
-    second.model.load_state_dict(state["model"])
-    second.optimizer.load_state_dict(state["opt"])
-    second.steps.load_state_dict(state["steps"])
-    second.index = cut
-    second.run(batches()[cut:])
-    assert_same(second.values(), whole.values())
-    assert second.steps.state_dict() == whole.steps.state_dict()
-    assert (second.steps.num_steps, second.steps.num_skipped) == (5, 3)
-    assert second.steps.last_step == whole.steps.last_step
 
 
 @both_ways
@@ -223,23 +147,6 @@ def test_the_state_of_a_plain_scaler_loads() -> None:
     loop = Loop(SCALERS["ours"](), plain_adamw)
     loop.steps.load_state_dict(scaler.state_dict())
     assert loop.steps.scaler.get_scale() == 128.0
-
-
-@both_ways
-def test_records_and_autocast() -> None:
-    loop = Loop(DynamicLossScaler(2.0**10, device=DEVICE), fused_adamw, {1: "gradient", 4: "loss"})
-    applied: list[bool] = []
-    for batch in batches():
-        with torch.autocast(DEVICE, dtype=torch.float16):
-            loss = loop.loss(batch)
-        loop.backward(loss)
-        loop.step()
-        loop.optimizer.zero_grad()
-        loop.index += 1
-        applied.append(loop.steps.last_step.applied)
-    assert applied == [index not in (1, 4) for index in range(8)]
-    assert loop.steps.last_step.index == 7
-    assert loop.steps.scaler.get_scale() == 512.0
 
 
 # -- beside Accelerate -------------------------------------------------------------------------------------------------
@@ -307,17 +214,3 @@ def test_a_raw_backward(optimizer: str) -> None:
         with pytest.raises(RuntimeError, match=r"Call `steps.backward\(loss\)`"):
             loop.step()
         assert_same(dict(loop.model.state_dict()), before)
-
-
-@pytest.mark.parametrize("listed", [True, False])
-def test_a_raw_backward_before_any_other(listed: bool) -> None:
-    layer = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-    steps = ScaledSteps(DynamicLossScaler(), [optimizer] if listed else [])
-    if not listed:
-        steps.backward(layer(torch.ones(1, 2)).sum())
-        steps.step(optimizer)
-        optimizer.zero_grad()
-    layer(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"`steps.backward\(loss\)`"):
-        steps.step(optimizer)
