@@ -7,16 +7,16 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+from tqdm import tqdm
 from typing_extensions import final
 
 
 @final
 class Progress:
-    """Shows progress on stderr: with a bar of rich on a terminal, otherwise with a line for each run that ended."""
+    """Shows progress on stderr: a bar of tqdm on a terminal, and in any case a line for each run that ended."""
 
-    def __init__(self, total: int, bar: Any) -> None:
-        self._total, self._bar, self._done, self._name = total, bar, 0, ""
-        self._task = None if bar is None else bar.add_task("starting", total=total)
+    def __init__(self, bar: Any) -> None:
+        self._bar, self._done, self._name = bar, 0, ""
 
     def start(self, name: str) -> None:
         """Note that a run begins."""
@@ -24,41 +24,23 @@ class Progress:
 
     def expect(self, total: int) -> None:
         """Correct the number of runs, finished ones included."""
-        self._total = total
-        self.move(None, "starting")
+        self._bar.total = total
 
     def move(self, share: float | None, text: str) -> None:
         """Show how far the run is: its share from 0 to 1, or `None`, and a text."""
-        if self._bar is not None:
-            words = f"{self._name}: {text}".replace("[", "\\[")
-            self._bar.update(self._task, total=self._total, completed=self._done + (share or 0.0), description=words)
+        self._bar.n = round(self._done + (share or 0.0), 2)
+        self._bar.set_description(f"{self._name}: {text}")
 
     def finish(self, text: str) -> None:
         """Show how a run ended."""
         self._done += 1
-        self._total = max(self._total, self._done)
-        if self._bar is None:
-            sys.stderr.write(f"[{self._done}/{self._total}] {text}\n")
-            sys.stderr.flush()
-        else:
-            self.move(None, "ended")
-            self._bar.console.print(text, highlight=False, markup=False)
+        self._bar.total = max(self._bar.total, self._done)
+        self._bar.write(f"[{self._done}/{self._bar.total}] {text}", file=sys.stderr)
+        self.move(None, "ended")
 
 
 @contextmanager
 def progress(total: int) -> Generator[Progress]:
     """Show a bar while inside."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-    except ModuleNotFoundError:
-        yield Progress(total, None)
-        return
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield Progress(total, None)
-        return
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Bar(*columns, console=console, transient=True) as bar:
-        yield Progress(total, bar)
+    with tqdm(total=total, file=sys.stderr, disable=None, leave=False, dynamic_ncols=True) as bar:  # not in a pipe
+        yield Progress(bar)

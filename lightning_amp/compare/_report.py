@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -227,13 +228,17 @@ class PrecisionReport:
     # -- metrics -------------------------------------------------------------------------------------------------------
 
     def _difference(self, name: str, label: str) -> Difference:
-        """Return the differences paired by seed, with the number of seeds of which a run failed or is missing."""
+        """Return the differences paired by seed, with the number of seeds of which a run failed or is missing.
+
+        Runs that are equal in every logged bit show that the arms compute the same, so their spread has no lower bound.
+        """
         theirs, ours = self._finals(name, self.plan.reference), self._finals(name, label)
         pairs = [(ours[seed], theirs[seed]) for seed in self.plan.seeds if seed in ours and seed in theirs]
         values = (point.value for run in self._runs for point in run.curves.get(name, ()))
+        is_same = bool(pairs) and all(_logged(run) == _logged(other) != () for run, other in self._pairs(label))
         return Difference(
             tuple(own - reference for own, reference in pairs),
-            resolution_of(values),
+            sys.float_info.min if is_same else resolution_of(values),
             self.plan.num_seeds - len(pairs),
             sum(not math.isfinite(reference) for _, reference in pairs),
         )
@@ -344,10 +349,14 @@ def _seeds_of_one_run(reference: list[Run]) -> str:
     """Name two seeds with equal losses and metrics. They show that nothing in the run depends on the seed."""
     seen: dict[object, int] = {}
     for run in reference:
-        if run.finished and run.loss:
-            values = tuple((name, tuple(p.value for p in points)) for name, points in run.curves.items())
-            key = (values, tuple(p.value for p in run.loss))
-            if key in seen:
-                return f"{seen[key]} and {run.seed}"
-            seen[key] = run.seed
+        key = _logged(run)
+        if key in seen:
+            return f"{seen[key]} and {run.seed}"
+        seen.update({key: run.seed} if key else {})
     return ""
+
+
+def _logged(run: Run) -> tuple[tuple[float, ...], ...]:
+    """Return the losses and metrics of a finished run, which show whether two runs are the same."""
+    curves = [run.loss, *(run.curves[name] for name in sorted(run.curves))]
+    return tuple(tuple(p.value for p in points) for points in curves) if run.finished and run.loss else ()

@@ -27,7 +27,7 @@ from lightning_amp._files import write_atomically
 from lightning_amp.callbacks import MetricComparison, ScaleMonitor
 from lightning_amp.casting import our_name
 from lightning_amp.compare._local_devices import visible_devices
-from lightning_amp.compare._observer import MarginError, Observer
+from lightning_amp.compare._observer import Observer
 from lightning_amp.compare._process import PROGRESS, RESULT, versions
 from lightning_amp.compare._run import Point, Run, to_data
 from lightning_amp.compare._settings import apply_settings
@@ -67,7 +67,6 @@ def train(spec: Spec, folder: Path, started: float, work_folder: str = "") -> Ru
     observer = Observer(lambda *progress: _say(folder, progress), spec.margins)
     trainer: Trainer | None = None
     error: str | None = None
-    refused = ""
     try:
         seed_everything(spec.seed, verbose=False)
         module = _made(spec.make_module, "make_module", LightningModule)
@@ -84,8 +83,7 @@ def train(spec: Spec, folder: Path, started: float, work_folder: str = "") -> Ru
         with contextlib.suppress(OSError):  # the disk is full
             traceback.print_exc()
         error = f"{type(caught).__name__}: {caught}"
-        refused = str(caught) if isinstance(caught, MarginError) else ""
-    return _sum_up(spec, observer, trainer, {"error": error, "refused": refused, "total_s": time.time() - started})
+    return _sum_up(spec, observer, trainer, {"error": error, "total_s": time.time() - started})
 
 
 def _made(factory: Any, argument: str, kind: type) -> Any:
