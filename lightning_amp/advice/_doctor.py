@@ -26,7 +26,7 @@ from lightning_amp.advice._step import (
 from lightning_amp.advice._watch import Watch
 from lightning_amp.advice.findings._products import unaligned_products
 from lightning_amp.casting import Choice, our_name
-from lightning_amp.compare import Spec, check_trainer_names, parse_arms, progress
+from lightning_amp.compare import Progress, Spec, check_trainer_names, parse_arms
 from lightning_amp.measure import DATA, OPTIMIZER
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import (
@@ -111,8 +111,8 @@ def doctor(
     arm = _arm(precision)
     where = _device(device, kwargs)
     given = our_name(arm.source.get("precision", "auto") if isinstance(arm.source, Mapping) else arm.source.precision)
-    with unnoticed(where), progress(1) as shown:
-        shown.start("doctor")
+    with unnoticed(where), Progress(1) as shown:
+        shown.begin("doctor")
         say = partial(shown.move, None)
         if make_module is not None:
             require_unsharded(make_module, "doctor")

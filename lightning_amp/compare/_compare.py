@@ -29,7 +29,7 @@ from lightning_amp.compare._describe import Identity, factory_name, shown
 from lightning_amp.compare._executors import check_executor, run_in_process, run_on
 from lightning_amp.compare._local_devices import LocalDevices
 from lightning_amp.compare._process import HERE
-from lightning_amp.compare._progress import Progress, progress
+from lightning_amp.compare._progress import Progress
 from lightning_amp.compare._report import PrecisionReport
 from lightning_amp.compare._run import CONTROL, Plan, Run
 from lightning_amp.compare._spec import Spec, check_factory, parse_arms
@@ -198,7 +198,7 @@ class Comparison:
         runs = [run for key in wanted if (run := found[key]) is not None]
         self._check_margins(runs)
         with (
-            progress(len(wanted)) as bar,
+            Progress(len(wanted)) as bar,
             HERE.forking(),
             tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as scratch,
         ):
@@ -221,7 +221,7 @@ class Comparison:
             yield from run_on(self._executor, specs)
             return
         for spec in specs:
-            bar.start(f"{spec.label}, seed {spec.seed}")
+            bar.begin(f"{spec.label}, seed {spec.seed}")
             yield run_in_process(spec, bar.move)
 
     def _spec(self, label: str, seed: int, scratch: Path) -> Spec:

@@ -22,7 +22,6 @@ from lightning_amp.compare import (
     check_place,
     check_trainer_kwargs,
     parse_arms,
-    progress,
 )
 from lightning_amp.shadow import device_of_trainer
 from lightning_amp.tune._batch_size_run import (
@@ -122,7 +121,7 @@ def find_batch_size(
     results, errors = BatchSizes(), list[Exception]()
     with (
         tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as folder,
-        progress(3 * len(arms)) as shown,
+        Progress(3 * len(arms)) as shown,
         HERE.forking(),
     ):
 
@@ -194,7 +193,7 @@ class Search:
     def _measure(self, size: int | None) -> int:
         """Train at a size, or at the user's own, add a point, and return the module's own size."""
         name = f"{self._arm.label}, {f'batch size {size:,}' if size else 'its own batch size'}"
-        self._shown.start(name)
+        self._shown.begin(name)
         run, facts = self._run(self._arm, size)
         if facts.refused:
             raise ValueError(facts.refused)

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from lightning_amp.compare._progress import progress
+from lightning_amp.compare._progress import Progress
 
 
 def test_a_line_for_each_run_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress(3) as shown:
-        shown.start("fp32, seed 0")
+    with Progress(3) as shown:
+        shown.begin("fp32, seed 0")
         shown.move(0.5, "epoch 1/2")
         shown.finish("fp32, seed 0: 12 s")
         shown.finish("bf16, seed 0: kept from before")
@@ -25,8 +25,8 @@ def test_a_line_for_each_run_where_there_is_no_terminal(capsys: pytest.CaptureFi
 
 
 def test_a_number_of_runs_that_changes(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress(3) as shown:
-        shown.start("fp32, batch size 8")
+    with Progress(3) as shown:
+        shown.begin("fp32, batch size 8")
         shown.finish("fp32, batch size 8: 3 GiB")
         shown.expect(2)
         shown.finish("fp32, batch size 16: 5 GiB")
@@ -45,10 +45,10 @@ class Terminal(io.StringIO):
 def test_a_bar_with_the_arm_its_epoch_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with progress(2) as shown:
-        shown.start("fp32 [bold], seed 0")
+    with Progress(2) as shown:
+        shown.begin("fp32 [bold], seed 0")
         shown.finish("fp32 [bold], seed 0: 12 s")
-        shown.start("bf16, seed 0")
+        shown.begin("bf16, seed 0")
         shown.move(0.5, "epoch 1/2")
     text = terminal.getvalue()
     assert "[1/2] fp32 [bold], seed 0: 12 s\n" in text

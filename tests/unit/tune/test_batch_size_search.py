@@ -48,7 +48,7 @@ ARM = Spec("fp32", {"precision": "fp32"})
 
 
 def search(runs: Any, limit: float | None = 1.0) -> BatchSizeResult:
-    return Search(runs, ARM, limit, Progress(3, None)).result()
+    return Search(runs, ARM, limit, Progress(3)).result()
 
 
 def test_two_sizes_and_the_one_that_they_lead_to(capsys: pytest.CaptureFixture[str]) -> None:
