@@ -134,11 +134,15 @@ class Recording:
         return sum(operation.seconds for operation in self.operations)
 
     @cached_property
+    def call_s(self) -> float:
+        """Return the seconds of an operation that computes nothing: the fixed cost of each call."""
+        empty = [operation.seconds for operation in self.of_the_module if operation.name in _EMPTY]
+        return median(empty) if empty else 0.0
+
+    @cached_property
     def product_s(self) -> float:
         """Return the seconds in matrix products, without the fixed cost of each call."""
-        empty = [operation.seconds for operation in self.of_the_module if operation.name in _EMPTY]
-        call_s = median(empty) if empty else 0.0
-        return sum(max(0.0, operation.seconds - call_s) for operation in self.of_the_module if operation.flops)
+        return sum(max(0.0, operation.seconds - self.call_s) for operation in self.of_the_module if operation.flops)
 
     @cached_property
     def convolution_flops(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from statistics import median
 from typing import NamedTuple
 
@@ -98,7 +97,7 @@ def fp32_modules_dominate(step: Step, machine: Machine, decision: Decision) -> F
 
 
 _SLOWEST = 3.0
-"""A cast counts as at most this multiple of a usual cast: on a busy machine, one call may take far longer."""
+"""A size of which there is only one cast counts as at most this multiple of a usual cast."""
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 """Torch functions that cast their weights anew for each time step."""
 _CASTING = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
@@ -119,16 +118,18 @@ def many_casts(step: Step, machine: Machine, decision: Decision) -> Finding | No
             sites.setdefault((False, cast.module), []).append(cast)
     if not sites:
         return None
-    per_call, per_byte = median(c.seconds for c in casts), median(c.seconds / c.cast_bytes for c in casts)
-
-    def seconds(own: Iterable[Operation]) -> float:
-        return sum(min(c.seconds, _SLOWEST * max(per_call, per_byte * c.cast_bytes)) for c in own)
-
     beyond = [cast for own in sites.values() for cast in own]
-    share = seconds(beyond) / max(step.recorded.seconds, 1e-12)
+    per_call, per_byte = median(c.seconds for c in casts), median(c.seconds / c.cast_bytes for c in casts)
+    usual = {  # on a busy machine, one call may take far longer than the others
+        size: min(median(c.seconds for c in casts if c.cast_bytes == size), _SLOWEST * max(per_call, per_byte * size))
+        for size in {c.cast_bytes for c in beyond}
+    }
+    taken = {site: sum(usual[cast.cast_bytes] for cast in own) for site, own in sites.items()}
+    share = sum(taken.values()) / max(step.recorded.seconds, 1e-12)
     if share < 0.01 and len(beyond) < 6:
         return None
-    explicit, where = max(sites, key=lambda site: seconds(sites[site]))
+    calls = step.recorded.call_s * len(beyond) / max(step.recorded.seconds, 1e-12)  # any small operation costs that
+    explicit, where = max(taken, key=lambda site: taken[site])
     what = "casts of your own" if explicit else "casts of weights that were cast already"
     text = (
         f"{len(beyond)} {what} in a step, beyond autocast's one per weight, write"
@@ -140,7 +141,7 @@ def many_casts(step: Step, machine: Machine, decision: Decision) -> Finding | No
         if explicit
         else "Call the module once on all rows instead of once per row, so that its weight is cast once."
     )
-    return Finding(graded(share, 0.1), "many-casts", text, action, share)
+    return Finding(graded(share - calls, 0.1), "many-casts", text, action, share)
 
 
 _HALF = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}

@@ -256,6 +256,14 @@ def test_one_slow_call_on_a_busy_machine_is_no_warning() -> None:
     assert not said(step(*usual, replace(slow, cast_bytes=4096)))
 
 
+def test_many_casts_of_a_few_bytes_are_no_warning_whatever_a_busy_machine_does() -> None:
+    """The fault: a recurrent network of tiny operations had "many casts" when some calls were slow by chance."""
+    calls = [replace(product(flops=0), name="view", seconds=1e-5) for _ in range(600)]
+    again = [cast(1.2e-5 if i % 4 else 1e-3, 1536, cast_of=5) for i in range(80)]
+    found = only(step(*calls, *again, recorded_s=0.01))
+    assert (found.severity, found.code) == ("note", "many-casts")
+
+
 def test_sizes_that_are_not_aligned_are_found() -> None:
     sizes = (64, 33, 100)
     facts = step(
