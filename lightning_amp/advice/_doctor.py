@@ -144,7 +144,7 @@ def _examine_step(
         module, plugin, watch = own(), arm.plugin(), Watch(device, __file__)
         say("training some steps")
         step = _watched_fit(watch, private_trainer(device, plugin, [watch], trainer_kwargs), module, data)
-        step = replace(step, plugin=arm.description, alignment=16 if step.precision == "fp8" else 8)
+        step = replace(step, plugin=arm.description)
         if not step.parts:  # the loss scale does not settle: no time means anything
             return step
         contestants = list(_contestants(step, module, plugin, arm, own))
@@ -159,7 +159,6 @@ def _examine_step(
         fp32_memory=fp32.memory if fp32 else None,
         unaligned=_unaligned(step, device),
         variants=variants,
-        notes=tuple(f"{variant.label}: {variant.error}" for variant in variants if variant.error),
     )
 
 

@@ -9,7 +9,6 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ActionConfigFile, get_loader
@@ -129,7 +128,7 @@ def _read(path: str, classes: Mapping[str, str | None]) -> dict[str, Any]:
 
     """
     found = _load(path)
-    found = _load(path, found["fit"]) if "fit" in found else found
+    found = _mapping(path, found["fit"]) if "fit" in found else found
     unknown = [key for key in found if key not in (*_SECTIONS, *_IGNORED)]
     if unknown:
         raise UsageError(
@@ -138,7 +137,7 @@ def _read(path: str, classes: Mapping[str, str | None]) -> dict[str, Any]:
         )
     if found.get("ckpt_path") is not None:
         raise UsageError(f"--config {path} has a `ckpt_path`; a comparison trains from the start: remove it")
-    sections = {key: _load(path, found[key]) for key in _SECTIONS if found.get(key) is not None}
+    sections = {key: _mapping(path, found[key]) for key in _SECTIONS if found.get(key) is not None}
     for key in ("model", "data", "optimizer", "lr_scheduler"):
         if key in sections and "class_path" not in sections[key]:
             if not classes.get(key):
@@ -152,21 +151,22 @@ def _read(path: str, classes: Mapping[str, str | None]) -> dict[str, Any]:
     return {**sections, "seed": seed} if isinstance(seed, int) and not isinstance(seed, bool) else sections
 
 
-def _load(path: str, value: Any = None) -> dict[str, Any]:
-    """Return a mapping: the file, a part of it, or a part that is a file beside it. YAML as jsonargparse reads it."""
-    if isinstance(value, str) and Path(value).suffix in {".yaml", ".yml", ".json"}:
-        path, value = str(Path(path).parent / value), None
-    if value is None:
-        try:
-            with open_text(path, "--config") as file:
-                value = get_loader("yaml")(file.read())
-        except FileNotFoundError as error:
-            raise UsageError(f"there is no file `{path}`, which --config names") from error
-        except Exception as error:  # of YAML, or of an fsspec driver
-            raise UsageError(f"--config {path} cannot be read as YAML: {error}") from error
-    if not isinstance(value, (Mapping, type(None))):
+def _load(path: str) -> dict[str, Any]:
+    """Return a mapping, read as jsonargparse reads YAML."""
+    try:
+        with open_text(path, "--config") as file:
+            value = get_loader("yaml")(file.read()) or {}
+    except FileNotFoundError as error:
+        raise UsageError(f"there is no file `{path}`, which --config names") from error
+    except Exception as error:  # of YAML, or of an fsspec driver
+        raise UsageError(f"--config {path} cannot be read as YAML: {error}") from error
+    return _mapping(path, value)
+
+
+def _mapping(path: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
         raise UsageError(f"--config {path} must hold a mapping with {', '.join(_SECTIONS)}, got {value!r}")
-    return {str(name): inner for name, inner in (value or {}).items()}
+    return {str(name): inner for name, inner in value.items()}
 
 
 # -- factories ---------------------------------------------------------------------------------------------------------

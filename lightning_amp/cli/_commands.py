@@ -184,17 +184,13 @@ def _executor(num_at_once: int | None, devices: object) -> LocalDevices | None:
 def _outcome_of_part(runs: Sequence[Run], part: int, num_parts: int) -> Outcome:
     failed = [run for run in runs if not run.finished]
     text = f"Part {part} of {num_parts}: {counted(len(runs), 'run')}, {len(failed)} failed.\n"
-    if not runs:
-        text = f"Part {part} of {num_parts} has no run, because there are fewer runs than parts.\n"
     lines = "".join(f"\n- `{run.name}`: {' '.join((run.error or '').split())}\n" for run in failed)
     return Outcome(text + lines, has_work=bool(failed))
 
 
 def _margin(name: str, value: Any) -> Any:
-    """Read `0.1`, `max:0.1` or `["max", 0.1]`."""
+    """Read `0.1` or `max:0.1`."""
     way, _, number = value.rpartition(":") if isinstance(value, str) else ("", "", value)
-    if isinstance(value, list) and len(value) == 2:
-        way, number = value
     try:
         if way in ("", "min", "max"):
             return (way, float(number)) if way else float(number)

@@ -124,7 +124,10 @@ def _run(arguments: list[str]) -> int:
     except (BrokenPipeError, UsageError):
         raise
     except Exception as error:
-        raise usage_error(error) or error from error
+        wrong = usage_error(error)
+        if wrong is None:
+            raise
+        raise wrong from error
     for option, write_file in outcome.files.items():
         if path := paths[option]:
             save(option, path, write_file)

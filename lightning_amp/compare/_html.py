@@ -170,9 +170,6 @@ def _curves(name: str, arms: Mapping[str, Arm], of: Callable[[Run], Sequence[Poi
                     "linestyle": _DASHES[list(arms).index(label) % len(_DASHES)],
                 }
                 axes.plot([x(p) for p in kept], drawn, linewidth=1.2, marker="." if len(kept) == 1 else "", **style)
-                ends = [p for p in kept if math.isfinite(p.value)]
-                if ends and ends[-1] is not kept[-1]:  # it diverged
-                    axes.plot([x(ends[-1])], [ends[-1].value], "x", color=style["color"])
             if is_log:
                 axes.set_yscale("log")
                 axes.yaxis.set_major_formatter("{x:g}")

@@ -20,10 +20,6 @@ class Progress(tqdm):  # type: ignore[type-arg]
         """Note that a run begins."""
         self._name = name
 
-    def expect(self, total: int) -> None:
-        """Correct the number of runs, finished ones included."""
-        self.total = total
-
     def move(self, share: float | None, text: str) -> None:
         """Show how far the run is: its share from 0 to 1, or `None`, and a text."""
         self.n = round(self._done + (share or 0.0), 2)

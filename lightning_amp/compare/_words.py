@@ -184,8 +184,8 @@ def recommend(arms: Sequence[Arm]) -> tuple[str | None, list[str]]:
     open_ += [arm for arm in fine if _ratio(arm) is None]
     if gaining:
         arm = max(gaining, key=lambda arm: (_ratio(arm) or 0.0, -_memory_ratio(arm, reference)))
-        reasons = [*_gains(arm, reference), f"is not worse in {_names(arm.judged())} within the margin"]
-        return arm.label, [f"Use {code(arm.label)}: it {listed(reasons, 5)}.", _what_would_change(arm, open_)]
+        reasons = f"{', '.join(_gains(arm, reference))} and is not worse in {_names(arm.judged())} within the margin"
+        return arm.label, [f"Use {code(arm.label)}: it {reasons}.", _what_would_change(arm, open_)]
     name = code(reference.label)
     if open_:
         return None, [f"Stay with {name} for now: {'; '.join(_question(arm, reference) for arm in open_)}."]

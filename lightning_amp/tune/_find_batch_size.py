@@ -199,9 +199,7 @@ class Search:
             raise ValueError(facts.refused)
         tried = size or facts.own_size
         if run.error is None and not facts.num_batches:
-            if not facts.num_rows or facts.num_rows >= tried:
-                raise ValueError(_NO_BATCHES)
-            return self._measure(facts.num_rows)  # `drop_last` dropped the only batch
+            raise ValueError(_NO_BATCHES)
         if run.error is not None and (not tried or not is_out_of_memory(run)):
             self._shown.finish(f"{name}: failed")
             raise self._failed(why_failed(run), tried)
@@ -270,7 +268,10 @@ class Search:
         )
 
 
-_NO_BATCHES = "The training data must have batches; `train_dataloader` gives none. Look at its dataset and `drop_last`."
+_NO_BATCHES = (
+    "The training data must have batches; `train_dataloader` gives none. Look at its dataset, and at `drop_last`, which"
+    " drops the only batch if there are fewer rows than `batch_size`."
+)
 _NO_LIMIT = "`memory_limit_gib` must be given {why}: write `memory_limit_gib=4` for 4 GiB."
 _FIXED = (
     "The training batches must change with `batch_size`: it was {other:,}, then {size:,}, and a batch had {rows:,} rows"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from statistics import median
-from typing import NamedTuple
 
 from lightning_amp._text import counted, memory, percent
 from lightning_amp.advice._machine import Machine, Sizes
@@ -18,31 +17,26 @@ from lightning_amp.advice.findings._finding import (
 )
 from lightning_amp.measure import FORWARD
 
-
-class _Words(NamedTuple):
-    what: str
-    action: str
-
-
-_WHY: dict[str, _Words] = {
-    "off": _Words(
+_WHY = {
+    "off": (
         "where autocast is turned off",
         "Take that region out, or keep only the operation in it that needs fp32. If that operation is a module of its"
         " own, name it in `fp32_modules` instead.",
     ),
-    "float64": _Words(
+    "float64": (
         "in float64, which autocast leaves alone",
         "Make the tensors float32: `.float()` on what is loaded, and no `torch.float64` constants.",
     ),
-    "attention": _Words(
+    "attention": (
         "in attention that torch computes step by step in fp32, since no fused kernel takes these arguments",
         "Call it with arguments that a fused kernel takes: no dropout on a CPU, and no returned attention weights.",
     ),
-    "not listed": _Words(
+    "not listed": (
         "in operations that autocast does not compute in half precision",
         "Write them as `matmul`, `linear` or a convolution: autocast runs these in half precision.",
     ),
 }
+"""Why products stay in full precision, in words, and what to do."""
 
 
 def fp32_products(step: Step) -> dict[str, Counter[str]]:
@@ -78,10 +72,10 @@ def autocast_off(step: Step, machine: Machine, decision: Decision) -> Finding | 
         places = [place or "the module itself" for place, _ in found[why].most_common()]
         more = f", and {counted(len(places) - 2, 'other place')}" if len(places) > 2 else ""
         part = f"{percent(share)} " if len(shares) > 1 else ""
-        reasons.append(f"{part}{_WHY[why].what} ({'; '.join(places[:2])}{more})")
+        reasons.append(f"{part}{_WHY[why][0]} ({'; '.join(places[:2])}{more})")
     total = sum(shares.values())
     text = f"{percent(total)} of the FLOPs of the forward stay in full precision, {', '.join(reasons)}."
-    return Finding(graded(total, 0.1), "autocast-off", text, _WHY[next(iter(shares))].action, total)
+    return Finding(graded(total, 0.1), "autocast-off", text, _WHY[next(iter(shares))][1], total)
 
 
 def fp32_modules_dominate(step: Step, machine: Machine, decision: Decision) -> Finding | None:

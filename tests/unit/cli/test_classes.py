@@ -246,15 +246,13 @@ def test_later_files_win_and_a_class_may_be_named_outside(parsed: Any) -> None:
     assert call["trainer_kwargs"] == {"max_epochs": 9}
 
 
-def test_a_section_in_a_file_of_its_own_and_a_url(parsed: Any) -> None:
-    Path("folder").mkdir()
-    Path("folder/config.yaml").write_text("model: model.yaml\n")
-    Path("folder/model.yaml").write_text("class_path: support.cli_classes.Net\ninit_args: {width: 5}\n")
+def test_a_url(parsed: Any) -> None:
+    Path("config.yaml").write_text("model: {class_path: support.cli_classes.Net, init_args: {width: 5}}\n")
     MemoryFileSystem.store.clear()
     with MemoryFileSystem().open("memory://x/config.yaml", "w") as file:
         file.write("trainer: {max_epochs: 3}")
     try:
-        call = parsed("--config", "folder/config.yaml", "--config", "memory://x/config.yaml", *ROWS)
+        call = parsed("--config", "config.yaml", "--config", "memory://x/config.yaml", *ROWS)
         assert (call["make_module"]().hparams["width"], call["trainer_kwargs"]) == (5, {"max_epochs": 3})
     finally:
         MemoryFileSystem.store.clear()
@@ -272,7 +270,7 @@ def test_a_section_in_a_file_of_its_own_and_a_url(parsed: Any) -> None:
         ("model: {width: 3}", "`model` has no `class_path`; pass `--model package.module.Class`"),
         ("optimizer: {lr: 3}", "`optimizer` has no `class_path`; pass `--optimizer package.module.Class`"),
         ("trainer: 3", "must hold a mapping"),
-        ("model: nope.yaml", "there is no file `nope.yaml`"),
+        ("model: nope.yaml", "must hold a mapping with trainer, model, data, optimizer, lr_scheduler, got 'nope.yaml'"),
         ("trainer: {max_epoch: 4}", "'trainer.max_epoch'; did you mean --trainer.max_epochs?"),
         ("model: {class_path: support.cli_classes.Net, init_args: {width: 3, depth: 4}}", "it takes width, lr, part"),
     ],

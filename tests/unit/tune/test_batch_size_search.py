@@ -83,18 +83,6 @@ def test_fewer_rows_than_the_first_size() -> None:
     assert runs.sizes == [None]
 
 
-def test_drop_last_leaves_no_batch() -> None:
-    class Dropped(MadeUp):
-        def noted(self, rows: int) -> Facts:
-            return replace(self.facts, num_batches=9 if rows <= 50 else 0)
-
-    runs = Dropped(linear, replace(FACTS, own_size=64, num_rows=50))
-    result = search(runs)
-    assert runs.sizes == [None, 50]
-    assert result.batch_size == 50
-    assert "at batch size 64" in result.message
-
-
 @pytest.mark.parametrize("rows", [0, None, 1000])
 def test_no_batches_at_all(rows: int | None) -> None:
     runs = MadeUp(linear, replace(FACTS, num_batches=0, num_rows=rows))
