@@ -276,7 +276,7 @@ def _what_would_change(arm: Arm, open_: Sequence[Arm]) -> str:
     """Write which margins would change the verdict, and which arms are not decided yet."""
     limits = [(metric, metric.verdict.bounds) for metric in arm.judged()]
     bounds = [f"{rounded(b[1])} in {code(metric.name)}" for metric, b in limits if b is not None and b[1] > 0]
-    parts = [f"A margin below {listed(bounds)} would change that"] if bounds else []
+    parts = [f"A margin below {' or '.join(bounds)} would change that"] if bounds else []
     if open_:
         parts.append(f"{listed([code(other.label) for other in open_])} may be better, but this is not decided yet")
     return f"{'; '.join(parts)}." if parts else "Other data or longer training could change that."
