@@ -169,13 +169,9 @@ def _callback(trainer: Trainer | None, kind: Any) -> Any:
 
 def _precision(plugin: Any, history: ScaleHistory) -> str:
     """Return our name for the precision, or Lightning's name under other plugins."""
-    if plugin is None:
-        return ""
-    if isinstance(plugin, AmpPrecision):
-        if history.last is not None and history.last.precision:
-            return history.last.precision  # Lightning has the same name for fp8 and bf16
-        return our_name(plugin.precision)
-    return f"{plugin.precision} ({type(plugin).__name__})"
+    if isinstance(plugin, AmpPrecision):  # the record of a step knows fp8, for which Lightning has the name of bf16
+        return (history.last is not None and history.last.precision) or our_name(plugin.precision)
+    return "" if plugin is None else f"{plugin.precision} ({type(plugin).__name__})"
 
 
 def _device_name(device: torch.device, trainer: Trainer | None) -> str:
