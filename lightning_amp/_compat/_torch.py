@@ -188,6 +188,7 @@ def call_after_backward(function: Any) -> None:
 # Fused optimizers skip inside their kernel if two attributes say so. `GradScaler.step` uses this protocol, which has no
 # public form.
 
+# read when it is needed: the first optimizer of a class gets a `step` that is wrapped for the profiler
 _FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
