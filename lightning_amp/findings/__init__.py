@@ -12,8 +12,8 @@ from lightning_amp.findings._gradient import (
     InaccurateDerivative,
 )
 from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, EvaluationReport, ModuleRow
-from lightning_amp.findings._overflow import Diagnosis, DiagnosisCause, Operation, Where
-from lightning_amp.findings._remedy import Remedy, RemedyKind, TriedRemedy
+from lightning_amp.findings._op import Op
+from lightning_amp.findings._remedy import TriedRemedy
 from lightning_amp.findings._step import StepPrecision, StepReason, StepRecord
 
 __all__ = [
@@ -21,20 +21,15 @@ __all__ = [
     "LOW_DB",
     "TOTAL",
     "ComparisonRow",
-    "Diagnosis",
-    "DiagnosisCause",
     "EvaluationReport",
     "GradientFault",
     "GradientFaultKind",
     "GradientRow",
     "InaccurateDerivative",
     "ModuleRow",
-    "Operation",
-    "Remedy",
-    "RemedyKind",
+    "Op",
     "StepPrecision",
     "StepReason",
     "StepRecord",
     "TriedRemedy",
-    "Where",
 ]

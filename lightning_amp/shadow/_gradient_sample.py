@@ -16,6 +16,7 @@ from typing_extensions import final
 from lightning_amp._compat import _modules
 from lightning_amp.findings import TOTAL, GradientRow, InaccurateDerivative
 from lightning_amp.numerics import (
+    HALF_DTYPES,
     fidelity,
     fidelity_sums,
     headroom_bits,
@@ -30,7 +31,7 @@ from lightning_amp.shadow._fsdp2 import counts_here
 from lightning_amp.shadow._ranks import OtherRankFailedError, gather
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._surroundings import is_sharded
-from lightning_amp.shadow._training_pass import TrainingPass
+from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
 from lightning_amp.tracing import Trace
 
 RowsBy = Literal["module", "parameter"]
@@ -143,16 +144,17 @@ def _measure(
     row_of, groups = rows_of_parameters(module, by), _groups(module, by)
     total = groups[TOTAL]
     with closing(TrainingPass(trainer, module, upcast=True)) as fp32_pass:
-        fp32_trace, fp32_watch = Trace(fp32_pass.module, values=False), StepWatch(fp32_pass.module)
+        fp32_trace, fp32_watch = Trace(fp32_pass.module, BOUNDARY, values=False), StepWatch(fp32_pass.module)
         fp32_pass.run(batch, batch_idx, context=None, trace=fp32_trace, step_watch=fp32_watch)
         fp32_run = fp32_pass.gradients()
-    places = [arrival.place for arrival in fp32_trace.arrivals if not arrival.is_inner]
-    order = [row_of[place.parameter] for place in places if place.where == "parameter" and place.parameter in row_of]
+    owners = {name: name.rpartition(".")[0] for name in reversed(row_of)}
+    ran = dict.fromkeys(one.call.module for one in fp32_trace.gradients if not one.is_inner)
+    order = [row_of[name] for module_name in ran for name, owner in owners.items() if owner == module_name]
     sample = Sample([], fp32_trace.unseen, list(dict.fromkeys(order)))
     if not fp32_run:
         return groups, sample
     with closing(TrainingPass(trainer, module)) as amp_pass:
-        amp_trace, amp_watch = Trace(amp_pass.module, values=False), StepWatch(amp_pass.module, scale)
+        amp_trace, amp_watch = Trace(amp_pass.module, BOUNDARY, values=False), StepWatch(amp_pass.module, scale)
         context = trainer.precision_plugin.forward_context()
         amp_pass.run(
             batch, batch_idx, context=context, scale=scale, trace=amp_trace, step_watch=amp_watch, fp32_draws=True
@@ -162,12 +164,13 @@ def _measure(
             clipped = " and ".join(f"`{name}` ({line})" for line, name in amp_watch.clippings.items())
             sample = sample._replace(clipped=clipped, derivatives=inaccurate_derivatives(fp32_watch, amp_watch))
         rows = {row_of[name] for name in fp32_run}
-        for arrival in fp32_trace.gradients_in_half(amp_trace.half_places):
-            # Gradients of outputs count, because they may be larger than gradients of parameters.
-            total.magnitudes.append(arrival.largest)
-            name = "" if arrival.call is None else arrival.call.name
-            if by == "module" and arrival.place.where == "output" and name in rows:
-                groups[name].magnitudes.append(arrival.largest)
+        in_half = {one.call.key for one in amp_trace.gradients if one.dtype in HALF_DTYPES and not one.is_inner}
+        for one in fp32_trace.read().gradients:
+            # Gradients of operations count, because they may be larger than gradients of parameters.
+            if one.call.key in in_half and not one.is_inner:
+                total.magnitudes.append(one.arrived.size)
+                if by == "module" and (one.call.module or "") in rows:
+                    groups[one.call.module or ""].magnitudes.append(one.arrived.size)
         counted = _counted(trainer, module)
         for name, gradient in fp32_run.items():
             for one in (groups[row_of[name]], total):
