@@ -69,7 +69,7 @@ FAULTS: dict[int, dict[str, tuple[int, str, str, list[str]]]] = {
         "entropy": (1, "loss", "", ["cross_entropy gave", "loss = loss + F.cross_entropy(", 'AmpPrecision("bf16")']),
         "loss scale": (0, "backward", "", ["the largest true gradient is"]),
         "loss, and the scale of another rank": (1, "loss", "", ["div gave", "return loss + part / (part * 0)"]),
-        "detached loss, and the scale of another rank": (1, "loss", "", ["div gave", "return loss + part / (part * 0)"]),
+        "detached loss, and the scale of another rank": (1, "loss", "", ["div gave", "return loss + part / (part"]),
         **{
             f"gathered {what}": (1, "loss", "", ["log gave", code])
             for what, code in {

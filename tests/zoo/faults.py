@@ -352,7 +352,7 @@ def summed(module: Any, batch: Tensor, cured: bool) -> Tensor:
 
 
 @fault(
-    "a static scale that is too high", "backward", scaler=2.0**20, says="the largest true gradient is", remedy="scaler=",
+    "a static scale that is too high", "backward", scaler=2.0**20, says="the largest true", remedy="scaler=",
     cured={"scaler": 0.25},
 )  # fmt: skip
 def large(module: Any, batch: Tensor, cured: bool) -> Tensor:
@@ -360,7 +360,7 @@ def large(module: Any, batch: Tensor, cured: bool) -> Tensor:
 
 
 @fault(
-    "a gradient inside that overflows", "backward", part="inner", module=None, scaler=2.0**14, says="the largest true gradient is",
+    "a gradient inside that overflows", "backward", part="inner", module=None, scaler=2.0**14, says="the largest true",
     remedy="scaler=",
 )  # fmt: skip
 class Inner(Part):

@@ -63,7 +63,8 @@ def test_report_has_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert json.loads(file.read_text()) == json.loads(report.to_json())
     assert str(report) in caplog.text
     assert str(report).startswith(
-        "Step 5 skipped (batch 5): infinity in the loss, in fp32 too\n  training_step: where gave infinity      overflows.py:"
+        "Step 5 skipped (batch 5): infinity in the loss, in fp32 too\n"
+        "  training_step: where gave infinity      overflows.py:"
     )
     assert report.line.startswith("overflows.py:")
     with pytest.raises(AttributeError):
