@@ -12,7 +12,7 @@ from lightning_amp.findings._gradient import (
     InaccurateDerivative,
 )
 from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, EvaluationReport, ModuleRow
-from lightning_amp.findings._op import Op
+from lightning_amp.findings._op import Op, OpKind
 from lightning_amp.findings._remedy import TriedRemedy
 from lightning_amp.findings._step import StepPrecision, StepReason, StepRecord
 
@@ -28,6 +28,7 @@ __all__ = [
     "InaccurateDerivative",
     "ModuleRow",
     "Op",
+    "OpKind",
     "StepPrecision",
     "StepReason",
     "StepRecord",

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from typing_extensions import final
+
+OpKind = Literal[
+    "", "empty", "ignored", "masked", "zero", "negative", "one", "cast", "literal", "infinite", "sum", "outside",
+    "function",
+]  # fmt: skip
 
 
 @final
@@ -26,13 +32,13 @@ class Op:
         result: `"nan"`, `"inf"` or `"-inf"`.
         largest_input: Largest finite magnitude among its inputs; in a backward among the gradients that arrived.
         largest_in_fp32: Largest magnitude of the result in fp32; `None` if unknown.
-        kind: What is special about its arguments. `"empty"`: a reduction over no values. `"ignored"`: a loss that
-            ignores every label of the batch. `"masked"`: a row that is minus infinity throughout. `"zero"`: a divisor,
-            or the argument of a root or logarithm, is 0. `"negative"`: the argument of a root or logarithm is below 0.
-            `"one"`: a standard deviation of one value. `"cast"`: a cast to a dtype that cannot hold the value.
-            `"literal"`: the code writes an infinity there. `"infinite"`: a product, sum or difference with an infinite
-            argument. `"sum"`: a sum of finite values. `"outside"`: an input was not finite before the step.
-            `"function"`: an autograd Function of the user. Empty: nothing special.
+        kind: A property of its arguments that explains the result. `"empty"`: a reduction over no values. `"ignored"`:
+            a loss that ignores every label of the batch. `"masked"`: a row that is minus infinity throughout.
+            `"zero"`: a divisor, or the argument of a root or logarithm, is 0. `"negative"`: the argument of a root or
+            logarithm is below 0. `"one"`: a standard deviation of one value. `"cast"`: a cast to a dtype that cannot
+            hold the value. `"literal"`: the code writes an infinity there. `"infinite"`: a product, sum or difference
+            with an infinite argument. `"sum"`: a sum of finite values. `"outside"`: an input was not finite before the
+            step. `"function"`: an autograd Function of the user. Empty: nothing special.
         kind_in_fp32: The same for the run in fp32, because a divisor may round to 0 in half precision only.
         count: For a sum, the number of values per result.
         followed_by: The operation that takes its result; preferably one that adds values up.
@@ -48,10 +54,10 @@ class Op:
     is_sum: bool = False
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    result: str = ""
+    result: Literal["", "nan", "inf", "-inf"] = ""
     largest_input: float | None = None
     largest_in_fp32: float | None = None
-    kind: str = ""
-    kind_in_fp32: str = ""
+    kind: OpKind = ""
+    kind_in_fp32: OpKind = ""
     count: int = 0
     followed_by: str = ""

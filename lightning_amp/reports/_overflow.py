@@ -55,14 +55,15 @@ class Overflow:
             of all submodules.
         operation: The operation that made the first bad value or gradient, if it is known.
         parameter: With cause `"weights"` or `"learning rate"`: the parameter or buffer that is not finite.
-        entries: With cause `"batch"`: for each part of the batch that is not finite its path, the number of bad values,
-            the number of values, the index of the first bad value, and `"NaN"` or `"infinity"`.
+        entries: With cause `"batch"`, the bad parts of the batch: path, number of bad values, number of values, index
+            of the first bad value, `"NaN"` or `"infinity"`.
         parameters: Names of all parameters whose gradients were not finite.
         in_fp32: Whether the same step is finite in fp32; empty if no fp32 step was run.
         fitting_scale: The loss scale at which the gradients fit, if they are finite at a lower scale.
         largest_gradient: The largest true gradient in half precision, if the gradients are finite at a lower scale.
-        remedies: What was tried in replays of the step, as code, and whether it works: loss and gradients are finite,
-            and the loss is that of fp32 within the rounding of the format.
+        remedies: The settings that were tried in replays of the step, as code, each with whether it works. With a
+            setting that works, loss and gradients are finite, and the loss is that of fp32 within the rounding of the
+            format.
         note: The reason why the replay may not be exact, or why there was no replay; empty if all is well.
         largest_weights: Largest magnitude of a parameter at the start of the fit, and now.
         scale_is: `"dynamic"`, `"static"`, or `"lowest"` if the loss scale cannot fall further; empty without a scale.
@@ -218,7 +219,7 @@ def _where(report: Overflow) -> str:
         return f"{report.module}: {gradients}" if report.module else gradients
     short = operation.code if len(operation.code) <= _MOST_CODE else f"{operation.code[:_MOST_CODE]} ..."
     code = f"      {report.line}  {short}" if report.line else ""
-    return f"{report.module or 'training_step'}: {_value(report, operation)}{code}"
+    return f"{operation.module or 'training_step'}: {_value(report, operation)}{code}"
 
 
 def _value(report: Overflow, operation: Op) -> str:

@@ -2,6 +2,7 @@
 
 from lightning_amp.tracing._conditions import RandomState, fp32_switches, full_precision, paired_random, reduces_fp32
 from lightning_amp.tracing._first_bad import (
+    bad_entries,
     bad_loss,
     described,
     first_bad,
@@ -41,6 +42,7 @@ __all__ = [
     "Place",
     "RandomState",
     "Trace",
+    "bad_entries",
     "bad_loss",
     "called_by_optimizer",
     "described",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_amp.findings import Op
-from lightning_amp.numerics import count_nonfinite
+from lightning_amp.numerics import count_nonfinite, dense
 from lightning_amp.tracing._operations import CASTS, SUMMING
 from lightning_amp.tracing._trace import FUNCTION, Call, Gradient, Taken, Trace, floating_in
 
@@ -18,6 +18,19 @@ def nonfinite_entries(values: Any) -> tuple[tuple[str, int], ...]:
     """List path and number of non-finite values in nested containers: `(("['x']", 3),)`. This waits for the device."""
     counts = ((path, int(count_nonfinite(tensor))) for path, tensor in floating_in(values))
     return tuple((path, count) for path, count in counts if count)
+
+
+def bad_entries(batch: Any) -> tuple[tuple[str, int, int, tuple[int, ...], str], ...]:
+    """List the bad parts of a batch, with path, counts, first index and kind. This waits for the device."""
+    found: list[tuple[str, int, int, tuple[int, ...], str]] = []
+    for path, tensor in floating_in(batch):
+        count = int(count_nonfinite(tensor))
+        if count:
+            is_dense = tensor.layout is torch.strided and not tensor.is_nested
+            first = tuple((~torch.isfinite(tensor)).nonzero()[0].tolist()) if is_dense else ()
+            kind = "NaN" if bool(torch.isnan(dense(tensor)).any()) else "infinity"
+            found.append((path, count, tensor.numel(), first, kind))
+    return tuple(found)
 
 
 def bad_loss(run: Trace) -> Taken | None:
@@ -138,7 +151,7 @@ def described(found: Call | Gradient, run: Trace, fp32_run: Trace | None = None)
         module=call.module,
         dtype="" if found.dtype is None else str(found.dtype).removeprefix("torch."),
         shape=found.shape,
-        result=next((one for one in ("nan", "inf", "-inf") if one in bad), ""),
+        result="nan" if "nan" in bad else "inf" if "inf" in bad else "-inf" if bad else "",
         largest_input=call.largest_input if isinstance(found, Call) else found.arrived.largest,
         largest_in_fp32=None if in_fp32 is None or in_fp32.made.bad else in_fp32.made.largest,
         kind="function" if call.known_as == FUNCTION else call.kind,

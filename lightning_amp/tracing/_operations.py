@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import final
+
+from lightning_amp.findings import OpKind
+
+SpecialKind = OpKind | Literal["pole"]
 
 # -- names -------------------------------------------------------------------------------------------------------------
 
@@ -179,7 +183,7 @@ def count_of(name: str, args: Any, kwargs: Any) -> int:
     return math.prod(value.shape[one] for one in (dim if isinstance(dim, (list, tuple)) else [dim]))
 
 
-def special_values(name: str, args: Any, kwargs: Any) -> list[tuple[str, list[Tensor] | None]]:
+def special_values(name: str, args: Any, kwargs: Any) -> list[tuple[SpecialKind, list[Tensor] | None]]:
     """Return what may be special about the arguments of an operation, each with scalars on the device.
 
     The kinds are those of :class:`~lightning_amp.findings.Op`. A kind applies if its scalar is above 0, or if it has
@@ -196,7 +200,7 @@ def special_values(name: str, args: Any, kwargs: Any) -> list[tuple[str, list[Te
         return [("cast", None)]
     if name in SUMS:
         return [("sum", None)]
-    found: list[tuple[str, list[Tensor] | None]] = []
+    found: list[tuple[SpecialKind, list[Tensor] | None]] = []
     target = args[1] if len(args) > 1 else kwargs.get("target")
     if name in ("cross_entropy", "nll_loss") and isinstance(target, Tensor) and not target.is_floating_point():
         found.append(("ignored", [(target == kwargs.get("ignore_index", -100)).all().float()]))

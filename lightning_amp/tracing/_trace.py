@@ -21,8 +21,17 @@ from typing_extensions import final, override
 from lightning_amp._compat import _modules, _sharding
 from lightning_amp._containers import replace, tensors_in, to_fp32
 from lightning_amp._user_line import Place
+from lightning_amp.findings import OpKind
 from lightning_amp.numerics import HALF_DTYPES, dense, extremes, stack_scalars
-from lightning_amp.tracing._operations import PRODUCTS, Known, count_of, known_operation, plain, special_values
+from lightning_amp.tracing._operations import (
+    PRODUCTS,
+    Known,
+    SpecialKind,
+    count_of,
+    known_operation,
+    plain,
+    special_values,
+)
 from lightning_amp.tracing._places import running_code
 
 FUNCTION = "a Function"
@@ -103,7 +112,7 @@ class Call:
     is_of_gradients: bool = False  # computes with the gradients of a backward, such as their norm
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
-    special: list[tuple[str, Ends | None]] = field(default_factory=list)  # counts or distances, see `special_values`
+    special: list[tuple[SpecialKind, Ends | None]] = field(default_factory=list)  # see `special_values`
     count: int = 0  # for a sum: values per result
 
     @property
@@ -127,16 +136,15 @@ class Call:
         return max((size for one in self.taken if (size := one.ends.largest) is not None), default=None)
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> OpKind:
         """Return what is special about its arguments, as in :class:`~lightning_amp.findings.Op`."""
         for kind, ends in self.special:
-            if ends is None:
+            if kind == "pole":
+                if ends is not None and (ends.low < 0 or ends.high == 0):
+                    return "negative" if ends.low < 0 else "zero"
+            elif ends is None:
                 return "" if kind == "sum" and self.takes_bad else kind
-            if kind == "pole" and ends.low < 0:
-                return "negative"
-            if kind == "pole" and ends.high == 0:
-                return "zero"
-            if kind != "pole" and ends.high > 0:
+            elif ends.high > 0:
                 return kind
         takes_infinity = self.takes_bad & {"inf", "-inf"}
         return "infinite" if takes_infinity and plain(self.key.name) in PRODUCTS and len(self.taken) > 1 else ""

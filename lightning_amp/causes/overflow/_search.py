@@ -21,7 +21,6 @@ from lightning_amp.numerics import (
     FORMATS,
     HALF_DTYPES,
     count_nonfinite,
-    dense,
     fitting_scale,
     largest_finite,
     nonfinite_gradients,
@@ -45,11 +44,11 @@ from lightning_amp.tracing import (
     Call,
     Gradient,
     Trace,
+    bad_entries,
     bad_loss,
     described,
     first_bad,
     first_difference,
-    floating_in,
     has_fault,
     is_received,
     maker_module,
@@ -150,14 +149,14 @@ class _Search:
     ) -> None:
         self._trainer, self._module, self._ranks, self._replay = trainer, module, ranks, replay
         self._blank, self._elsewhere = report, elsewhere
-        self._scale = report.record.scale
+        self._used_scale = report.record.scale
 
     def explain(self, steps: Sequence[KeptBatch], known: Collection[str]) -> Overflow:
         """Run the step as it was, at a lower scale, in fp32 and with remedies, as far as a rank needs it."""
         found: tuple[Overflow, _Run, KeptBatch] | None = None
         number, run = 0, None
         for number, step in enumerate(steps, start=1):
-            run = self._ranks.run(partial(self._run, step, scale=self._scale))
+            run = self._ranks.run(partial(self._run, step, scale=self._used_scale))
             if found is None and run.is_bad:
                 found = self._as_it_was(run, step, number), run, step
             if self._ranks.all(found is not None):
@@ -248,7 +247,7 @@ class _Search:
         states += [] if self._elsewhere is not None else [*self._replay.module.named_parameters()]
         bad += [_modules.plain_name(name) for name, value in states if _is_bad(value)]
         near = [name for name in bad if module and name.startswith(f"{module}.")]
-        entries = _bad_entries(step.batch)
+        entries = bad_entries(step.batch)
         if near or (bad and not entries):
             parameter = (near or bad)[0]
             rank, shard = (self._elsewhere or {}).get(parameter, (report.rank, ""))
@@ -266,7 +265,7 @@ class _Search:
         """Name the loss scale at which the largest gradient of a finite run fits."""
         largest = (run.trace.largest_in_half() or 0.0) / scale
         fitting = fitting_scale(largest, spare_bits=0, lowest=-126) if largest else scale
-        fitting = min(fitting, self._scale / 2)
+        fitting = min(fitting, self._used_scale / 2)
         return replace(report, fitting_scale=fitting, largest_gradient=largest)
 
     def _with_fp32(
@@ -329,7 +328,7 @@ class _Search:
 
     def _works(self, step: KeptBatch, reference: _Run, how: Mapping[str, Any]) -> bool:
         """Return whether loss and gradients are finite with a remedy, and the loss is the reference's. Never raises."""
-        options: dict[str, Any] = {"scale": self._scale, **how}
+        options: dict[str, Any] = {"scale": self._used_scale, **how}
         rules, active = how.get("rules", ()), None
         options.pop("rules", None)
         if "scale" not in how and self._blank.scale_is == "dynamic":
@@ -431,19 +430,6 @@ def _edited(step: KeptBatch) -> str:
     return (
         "the step edited its batch in place, so that the replay saw an edited one; from the next batch on it is copied"
     )
-
-
-def _bad_entries(batch: Any) -> tuple[tuple[str, int, int, tuple[int, ...], str], ...]:
-    """List the bad parts of a batch, as `Overflow.entries`. This waits for the device."""
-    found: list[tuple[str, int, int, tuple[int, ...], str]] = []
-    for path, tensor in floating_in(batch):
-        count = int(count_nonfinite(tensor))
-        if count:
-            is_dense = tensor.layout is torch.strided and not tensor.is_nested
-            first = tuple((~torch.isfinite(tensor)).nonzero()[0].tolist()) if is_dense else ()
-            kind = "NaN" if bool(torch.isnan(dense(tensor)).any()) else "infinity"
-            found.append((path, count, tensor.numel(), first, kind))
-    return tuple(found)
 
 
 def _is_bad(value: Any) -> bool:

@@ -114,6 +114,40 @@ def test_a_scale_that_settles_is_no_fault(caplog: pytest.LogCaptureFixture) -> N
     assert "steps skipped while the scale settled, which is how dynamic scaling works" in caplog.text
 
 
+def test_it_still_looks_after_many_harmless_skips() -> None:
+    locator, plugin = OverflowLocator(max_reports=1), fp16(2.0**16, growth_interval=1)
+    fit(BadRow, plugin, with_bad(63, count=64), callbacks=[locator], max_epochs=1)
+    assert plugin.num_skipped > 25
+    (report,) = locator.reports
+    assert (report.batch_idx, report.cause) == (63, "loss")
+    assert locator.state_dict()["counts"] == [plugin.num_skipped - 1, 0]
+
+
+@pytest.mark.parametrize("name", ["explain", "blank_report", "origins"])
+def test_a_failure_inside_ends_the_search_and_not_the_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(_overflow_locator, name, fails)
+    locator, plugin = OverflowLocator(), fp16()
+    with pytest.warns(UserWarning, match="looks no more: ZeroDivisionError: a fault of ours. Training goes on") as said:
+        trainer = fit(BadRow, plugin, with_bad(1, 2), callbacks=[locator])
+    assert len([one for one in said if "looks no more" in str(one.message)]) == 1
+    assert (plugin.num_steps, plugin.num_skipped, locator.reports) == (6, 2, [])
+    assert trainer.callback_metrics["amp/overflows"] == 2
+
+
+def test_a_batch_that_cannot_be_copied_ends_the_search_and_not_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise TypeError("cannot copy `batch.lock`")
+
+    monkeypatch.setattr(_overflow_locator.BatchWindow, "add", fails)
+    locator, plugin = OverflowLocator(), fp16()
+    with pytest.warns(UserWarning, match="looks no more: TypeError: cannot copy `batch.lock`"):
+        fit(BadRow, plugin, with_bad(1), callbacks=[locator])
+    assert (plugin.num_skipped, locator.reports) == (1, [])
+
+
 def test_without_reports_skips_are_only_counted() -> None:
     locator, plugin = OverflowLocator(max_reports=0), fp16()
     fit(BadRow, plugin, with_bad(1), callbacks=[locator])
