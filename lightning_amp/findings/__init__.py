@@ -6,12 +6,12 @@ Read `_step.py` first.
 from lightning_amp.findings._gradient import (
     LOW_DB,
     TOTAL,
-    GradientFault,
-    GradientFaultKind,
     GradientRow,
+    GradientSample,
     InaccurateDerivative,
 )
-from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, EvaluationReport, ModuleRow
+from lightning_amp.findings._lost_precision import WRONG_DB, LostPrecision, ModuleSums, bits_kept, describe_tried
+from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, ModuleRow
 from lightning_amp.findings._overflow import Diagnosis, DiagnosisCause, Operation, Where
 from lightning_amp.findings._remedy import Remedy, RemedyKind, TriedRemedy
 from lightning_amp.findings._step import StepPrecision, StepReason, StepRecord
@@ -20,15 +20,16 @@ __all__ = [
     "LOADER_SUFFIX",
     "LOW_DB",
     "TOTAL",
+    "WRONG_DB",
     "ComparisonRow",
     "Diagnosis",
     "DiagnosisCause",
-    "EvaluationReport",
-    "GradientFault",
-    "GradientFaultKind",
     "GradientRow",
+    "GradientSample",
     "InaccurateDerivative",
+    "LostPrecision",
     "ModuleRow",
+    "ModuleSums",
     "Operation",
     "Remedy",
     "RemedyKind",
@@ -37,4 +38,6 @@ __all__ = [
     "StepRecord",
     "TriedRemedy",
     "Where",
+    "bits_kept",
+    "describe_tried",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -32,9 +32,6 @@ from lightning_amp.tracing import RandomState, fp32_throughout, full_precision, 
 
 Stage = Literal["validation", "test"]
 """The stage, as it appears in the names of hooks (`on_test_batch_start`) and steps (`test_step`)."""
-
-EVALUATION_FILE = __file__
-"""File that calls the step: an `OperationWatch` searches for the user's line in the frames inside of it."""
 
 Context = Callable[[LightningModule], AbstractContextManager[Any]]
 
@@ -71,7 +68,7 @@ class EvaluationPass:
     ) -> None:
         self._stage: Stage = stage
         self._upcast = upcast
-        self._device_type = trainer.strategy.root_device.type
+        self.device_type = trainer.strategy.root_device.type
         self._hook_context = hook_context
         self._step_context = step_context
         self._epoch_end_context = epoch_end_context
@@ -101,8 +98,6 @@ class EvaluationPass:
         module: LightningModule,
         stage: Stage,
         metrics: Mapping[str, Tensor] | None = None,
-        *,
-        upcast: bool = False,
     ) -> EvaluationPass:
         """Make a pass in the contexts of the real evaluation."""
         plugin = trainer.precision_plugin
@@ -116,7 +111,6 @@ class EvaluationPass:
             step_context=partial(plugin.evaluation_context, step=f"{stage}_step") if ours else lambda _: in_step(),
             epoch_end_context=plugin.evaluation_context if ours else _nothing,
             metrics=metrics,
-            upcast=upcast,
         )
 
     def start_afresh(self) -> None:
@@ -146,7 +140,7 @@ class EvaluationPass:
 
         """
         module, call, stage = self.module, self._shadow.call, self._stage
-        with self.active(), self._shadow.running(), paired_random(self._device_type):
+        with self.active(), self._shadow.running(), paired_random(self.device_type):
             if loader_idx != self._loader_idx:
                 self._finish_loader()
                 self._loader_idx = loader_idx
@@ -173,31 +167,16 @@ class EvaluationPass:
         """Return the context for code that changes the shadow between its steps. All ranks must enter it."""
         return self._shadow.active()
 
-    @property
-    def metrics(self) -> dict[str, Tensor]:
-        """Return the metrics that have been computed so far."""
-        return dict(self._metrics)
-
-    def take_parameters(self, values: Iterable[Tensor]) -> None:
-        """Set the parameters of the shadow, in their order; of a sharded module, until :meth:`active` ends."""
-        if self._shadow.exchange is not None:
-            self._shadow.exchange.take_parameters(values)
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            for own, value in zip(self.module.parameters(), values, strict=True):
-                own.copy_(value)
-
-    def finish(self, random_state: RandomState | None, *, follow: bool = True) -> dict[str, Tensor]:
+    def finish(self, random_state: RandomState | None) -> dict[str, Tensor]:
         """Run the epoch-end hook and return the epoch's metrics by name.
 
-        Args:
-            random_state: The random generators before the epoch-end hook of the real module.
-            follow: Set the shadow's parameters to the present parameters of the real module.
+        `random_state` has the random generators before the epoch-end hook of the real module.
         """
-        # Averaged weights may have been swapped out before the hook of the real module.
-        if follow and self._shadow.exchange is None:
-            self.take_parameters(self._real_module.parameters())
-        in_order = paired_random(self._device_type, random_state)
+        if self._shadow.exchange is None:  # averaged weights may have been swapped out before the hook
+            with torch.inference_mode(False), torch.no_grad():
+                for own, value in zip(self.module.parameters(), self._real_module.parameters(), strict=True):
+                    own.copy_(value)
+        in_order = paired_random(self.device_type, random_state)
         with self.active(), self._shadow.running(), in_order, self._hook_context(self.module):
             self._finish_loader()
             start_evaluation_epoch_end(self.view)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from contextlib import ExitStack, closing, nullcontext
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp.findings import TOTAL, GradientRow, InaccurateDerivative
+from lightning_amp.casting import Fp32Modules
+from lightning_amp.findings import TOTAL, GradientRow, GradientSample
 from lightning_amp.numerics import (
     fidelity,
     fidelity_sums,
@@ -27,6 +27,7 @@ from lightning_amp.numerics import (
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._fsdp2 import counts_here
+from lightning_amp.shadow._output_comparison import OutputComparison
 from lightning_amp.shadow._ranks import OtherRankFailedError, gather
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._surroundings import is_sharded
@@ -38,49 +39,25 @@ RowsBy = Literal["module", "parameter"]
 
 
 @final
-class Sample(NamedTuple):
-    """The results of one sampled step, on the host.
+class _Group:
+    """Measurements of the gradients of one row, on the device.
 
-    Attributes:
-        rows: The rows of the table; the last row is about all gradients.
-        unseen: Modules that could not be watched.
-        order: Names of the rows in the order of the backward.
-        clipped: The functions that clip scaled gradients, with their lines, in words; empty without any.
-        derivatives: Derivatives inside the loss that are inaccurate in fp16.
-
+    The dtype is float64, or the widest that the device has. A maximum over ranks cannot represent NaN, so NaN is
+    counted.
     """
 
-    rows: list[GradientRow]
-    unseen: Sequence[str] = ()
-    order: Sequence[str] = ()
-    clipped: str = ""
-    derivatives: Sequence[InaccurateDerivative] = ()
+    def __init__(self, device: torch.device) -> None:
+        # the number of gradients, of NaN, `underflow_counts`, `fidelity_sums` and the inner product
+        self.sums = torch.zeros(9, dtype=widest_dtype(device), device=device)
+        self.top = self.sums.new_zeros(())  # the largest magnitude
 
-
-@final
-class _Group:
-    """Measurements of the gradients of one row, on the device."""
-
-    def __init__(self) -> None:
-        self.counts, self.sums, self.magnitudes = list[Tensor](), list[Tensor](), list[Tensor]()
-
-    def add(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the counts and sums of the row, [9], and its largest magnitude, [], both on `device`.
-
-        Measurements may be on several devices, as the parameters are. The dtype is float64, or the widest that the
-        device has.
-        """
-        wide = widest_dtype(device)
-        zeros = partial(torch.zeros, dtype=wide, device=device)
-        top = torch.stack([m.to(device, wide) for m in self.magnitudes]).max() if self.magnitudes else zeros(())
-        counts, sums = (
-            torch.stack([part.to(device) for part in parts]).sum(0).to(wide) if parts else zeros(size)
-            for parts, size in ((self.counts, 3), (self.sums, 4))
-        )
-        number = torch.full_like(counts[:1], len(self.counts))
-        # A maximum over ranks cannot represent NaN, so NaN is counted.
-        is_nan = torch.isnan(top).to(wide).reshape(1)
-        return torch.cat([number, is_nan, counts, sums]), top.nan_to_num(0.0)
+    def add(self, magnitude: Tensor, measured: Sequence[Tensor] = ()) -> None:
+        magnitude = magnitude.to(self.sums)
+        self.top = torch.maximum(self.top, magnitude.nan_to_num(0.0, posinf=math.inf))
+        if measured:
+            parts = [torch.ones_like(self.top), torch.zeros_like(self.top), *measured]
+            self.sums += torch.cat([part.to(self.sums).reshape(-1) for part in parts])
+        self.sums[1] += magnitude.isnan()
 
 
 def take_sample(
@@ -91,30 +68,34 @@ def take_sample(
     by: RowsBy,
     scale: float,
     on_failure: Callable[[Failure], None],
-) -> Sample | None:
+    *,
+    outputs: OutputComparison | None = None,
+    rules: Sequence[str] = (),
+) -> GradientSample | None:
     """Run the batch twice on copies of the module; `None` if no rank has gradients. This waits for the device.
 
     All ranks must call this, because the figures combine all ranks. A rank that cannot run its batch calls
-    `on_failure` and adds nothing.
+    `on_failure` and adds nothing. `outputs` compares the outputs of modules, and `rules` name modules to keep in fp32.
     """
     try:
-        groups, mine = _measure(trainer, module, batch, batch_idx, by, scale)
+        groups, mine = _measure(trainer, module, batch, batch_idx, by, scale, outputs, rules)
     except Exception as error:
         if not isinstance(error, OtherRankFailedError):
             on_failure(Failure.of(error, "the training step", f"the sample of step {trainer.global_step}"))
-        groups, mine = _groups(module, by), Sample([])
+        groups, mine = _groups(trainer, module, by), GradientSample([])
     sums = _over_all_ranks(trainer, groups)
     if not sums:
         return None
     ranks = gather(trainer, mine)  # the decisions below must be the same on all ranks
     names = {name: name or type(module).__name__ for name in groups}
     step, precision = trainer.global_step, precision_of(trainer)
-    return Sample(
+    return GradientSample(
         rows=[_row(step, names[name], scale, *row, precision) for name, row in sums.items()],
         unseen=mine.unseen,
         order=[names[name] for name in next((one.order for one in ranks if one.order), ())],
         clipped=next((one.clipped for one in ranks if one.clipped), ""),
         derivatives=next((one.derivatives for one in ranks if one.derivatives), ()),
+        forward_is_finite=all(one.forward_is_finite for one in ranks),
     )
 
 
@@ -132,31 +113,45 @@ def precision_of(trainer: Trainer) -> str:
     return "fp8" if in_fp8 else name
 
 
-def _groups(module: LightningModule, by: RowsBy) -> dict[str, _Group]:
-    return {row: _Group() for row in (*rows_of_parameters(module, by).values(), TOTAL)}
+def _groups(trainer: Trainer, module: LightningModule, by: RowsBy) -> dict[str, _Group]:
+    device = trainer.strategy.root_device
+    return {row: _Group(device) for row in (*rows_of_parameters(module, by).values(), TOTAL)}
 
 
 def _measure(
-    trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, by: RowsBy, scale: float
-) -> tuple[dict[str, _Group], Sample]:
+    trainer: Trainer,
+    module: LightningModule,
+    batch: Any,
+    batch_idx: int,
+    by: RowsBy,
+    scale: float,
+    outputs: OutputComparison | None,
+    rules: Sequence[str],
+) -> tuple[dict[str, _Group], GradientSample]:
     """Run the step in fp32 and as training does, and compare their gradients row by row."""
-    row_of, groups = rows_of_parameters(module, by), _groups(module, by)
+    row_of, groups = rows_of_parameters(module, by), _groups(trainer, module, by)
     total = groups[TOTAL]
     with closing(TrainingPass(trainer, module, upcast=True)) as fp32_pass:
         fp32_trace, fp32_watch = Trace(fp32_pass.module, values=False), StepWatch(fp32_pass.module)
-        fp32_pass.run(batch, batch_idx, context=None, trace=fp32_trace, step_watch=fp32_watch)
+        with outputs.recording(fp32_pass.module) if outputs else nullcontext():
+            fp32_pass.run(batch, batch_idx, context=None, trace=fp32_trace, step_watch=fp32_watch)
         fp32_run = fp32_pass.gradients()
     places = [arrival.place for arrival in fp32_trace.arrivals if not arrival.is_inner]
     order = [row_of[place.parameter] for place in places if place.where == "parameter" and place.parameter in row_of]
-    sample = Sample([], fp32_trace.unseen, list(dict.fromkeys(order)))
+    sample = GradientSample([], fp32_trace.unseen, list(dict.fromkeys(order)))
     if not fp32_run:
         return groups, sample
-    with closing(TrainingPass(trainer, module)) as amp_pass:
+    with closing(TrainingPass(trainer, module)) as amp_pass, ExitStack() as watching:
+        if rules:
+            Fp32Modules(amp_pass.module, rules, trainer.strategy.root_device.type, active=True)
+        if outputs is not None:
+            watching.enter_context(outputs.comparing(amp_pass.module))
         amp_trace, amp_watch = Trace(amp_pass.module, values=False), StepWatch(amp_pass.module, scale)
-        context = trainer.precision_plugin.forward_context()
-        amp_pass.run(
-            batch, batch_idx, context=context, scale=scale, trace=amp_trace, step_watch=amp_watch, fp32_draws=True
-        )
+        loss = amp_pass.run(
+            batch, batch_idx, context=trainer.precision_plugin.forward_context(), scale=scale, trace=amp_trace,
+            step_watch=amp_watch, fp32_draws=True,
+        )  # fmt: skip
+        sample = sample._replace(forward_is_finite=loss is None or bool(torch.isfinite(loss).all()))
         amp_run = amp_pass.true_gradients()
         if scale != 1:
             clipped = " and ".join(f"`{name}` ({line})" for line, name in amp_watch.clippings.items())
@@ -164,23 +159,21 @@ def _measure(
         rows = {row_of[name] for name in fp32_run}
         for arrival in fp32_trace.gradients_in_half(amp_trace.half_places):
             # Gradients of outputs count, because they may be larger than gradients of parameters.
-            total.magnitudes.append(arrival.largest)
+            total.add(arrival.largest)
             name = "" if arrival.call is None else arrival.call.name
             if by == "module" and arrival.place.where == "output" and name in rows:
-                groups[name].magnitudes.append(arrival.largest)
+                groups[name].add(arrival.largest)
         counted = _counted(trainer, module)
         for name, gradient in fp32_run.items():
-            for one in (groups[row_of[name]], total):
-                one.magnitudes.append(largest(gradient))
-            if name not in counted:
-                continue
-            counts = underflow_counts(gradient, "fp16", scale)
             # A gradient that exists only in fp32 is lost in mixed precision.
             values = amp_run.get(name, torch.zeros_like(gradient))
-            sums = torch.cat([fidelity_sums(gradient, values), inner_product(gradient, values).reshape(1)])
+            measured = (
+                underflow_counts(gradient, "fp16", scale),
+                fidelity_sums(gradient, values),
+                inner_product(gradient, values),
+            )
             for one in (groups[row_of[name]], total):
-                one.counts.append(counts)
-                one.sums.append(sums)
+                one.add(largest(gradient), measured if name in counted else ())
     return groups, sample
 
 
@@ -195,8 +188,7 @@ def _counted(trainer: Trainer, module: LightningModule) -> set[str]:
 
 def _over_all_ranks(trainer: Trainer, groups: Mapping[str, _Group]) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the sums, [9], and the largest magnitude, [], of each row with gradients, on the host."""
-    device = trainer.strategy.root_device
-    added, tops = (torch.stack(list(parts)) for parts in zip(*(g.add(device) for g in groups.values()), strict=True))
+    added, tops = torch.stack([g.sums for g in groups.values()]), torch.stack([g.top for g in groups.values()])
     if trainer.world_size > 1:
         added, tops = trainer.strategy.reduce(added, reduce_op="sum"), trainer.strategy.reduce(tops, reduce_op="max")
     rows = zip(groups, added.cpu(), tops.cpu(), strict=True)

@@ -14,20 +14,17 @@ from torch import Tensor
 from typing_extensions import final
 
 from lightning_amp._compat import _lightning, _modules, _sharding
-from lightning_amp.findings import ModuleRow
+from lightning_amp.findings import ModuleSums
+from lightning_amp.shadow._batch_window import KeptBatch
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage, follow_ddp_buffers
 from lightning_amp.shadow._failures import Failure
-from lightning_amp.shadow._first_batches import FirstBatches
 from lightning_amp.shadow._fsdp1 import NotNowError
-from lightning_amp.shadow._output_comparison import OutputComparison, OutputTotals
+from lightning_amp.shadow._output_comparison import OutputComparison
 from lightning_amp.shadow._ranks import OtherRankFailedError
-from lightning_amp.shadow._surroundings import is_sharded
 from lightning_amp.tracing import RandomState
 
-_WEIGHTS_GONE = (
-    "the weights changed before the end of the evaluation, as averaged weights do, so that the batches could not be run"
-    " again: no rank keeps a copy of sharded weights"
-)
+_MOST_BATCHES = 8  # of each loader, kept for a search
+_MOST_BYTES = 2**28  # for the kept batches of all loaders
 
 
 @final
@@ -38,10 +35,9 @@ class ComparedEvaluation:
     stage: Stage
     amp: dict[str, float]  # metrics by name
     fp32: dict[str, float]
-    module_rows: list[ModuleRow]  # the compared outputs of modules, over all ranks
+    modules: dict[str, ModuleSums]  # the compared outputs of modules, over all ranks
     unseen: list[str]  # names of modules that could not be watched because they are compiled
-    batches: FirstBatches  # data for a search of the cause
-    weights: list[Tensor] | None  # the parameters during the evaluation, if they are different at its end
+    kept: list[KeptBatch]  # the first batches of each loader; none if they cannot run again with the same weights
 
 
 @final
@@ -86,17 +82,13 @@ class PairedEvaluation:
         self._random_state: RandomState | None = None
         self._amp_metrics: dict[str, Tensor] = {}  # metrics of the loaders before the present one
         self._versions: list[int] = []
-        self._batches = FirstBatches(trainer.strategy.root_device.type, len(self._available))
-        self._totals = OutputTotals() if by_module else None
-        self._outputs = OutputComparison()
-        self._unseen: list[str] = []
+        self._kept: list[KeptBatch] = []
+        self._outputs = OutputComparison() if by_module else None
         self._watching = ExitStack()  # the watch, entered during a batch of the real module
-        self._is_noted = True
 
     def run_batch(self, batch: Any, batch_idx: int) -> None:
         """Run one batch, before the real module does."""
         self.end_batch()
-        self._note_sums()
         loader_idx = _lightning.evaluation_loader_idx(self._trainer)
         if batch_idx >= self._num_batches(loader_idx):
             self._leave_rest_out()
@@ -109,33 +101,29 @@ class PairedEvaluation:
             self._amp_metrics.update(_lightning.evaluation_metrics(self._trainer))
         self._loader_idx = loader_idx
         with self._observing():
-            self._batches.add(batch, batch_idx, loader_idx)
-            self._is_noted = False
+            self._keep(batch, batch_idx, loader_idx)
             self._run_shadows(batch, batch_idx, loader_idx)
+
+    def _keep(self, batch: Any, batch_idx: int, loader_idx: int | None) -> None:
+        if batch_idx < _MOST_BATCHES:
+            device_type = self._trainer.strategy.root_device.type
+            kept = KeptBatch.keep(batch, batch_idx, device_type, copy=True, loader_idx=loader_idx)
+            if not batch_idx or kept.num_bytes + sum(one.num_bytes for one in self._kept) <= _MOST_BYTES:
+                self._kept.append(kept)
 
     def _run_shadows(self, batch: Any, batch_idx: int, loader_idx: int | None) -> None:
         if self._fp32 is None:
             return
-        by_module, outputs = self._totals is not None, self._outputs
-        self._fp32.step(batch, batch_idx, loader_idx, outputs.recording(self._fp32.module) if by_module else None)
+        outputs = self._outputs
+        self._fp32.step(batch, batch_idx, loader_idx, outputs and outputs.recording(self._fp32.module))
         if self._amp is not None:
-            self._amp.step(batch, batch_idx, loader_idx, outputs.comparing(self._amp.module) if by_module else None)
-            self.end_batch()
-        elif by_module:
+            self._amp.step(batch, batch_idx, loader_idx, outputs and outputs.comparing(self._amp.module))
+        elif outputs is not None:
             self._watching.enter_context(outputs.comparing(self._module))
 
     def end_batch(self) -> None:
         """Stop watching the real module after its step."""
         self._watching.close()
-        if self._totals is not None:
-            self._totals.add(self._outputs)
-            self._unseen = self._outputs.unseen or self._unseen
-            self._outputs.forget()
-
-    def _note_sums(self) -> None:
-        if not self._is_noted and self._fp32 is not None:
-            self._batches.note_sums(self._trainer if self._amp is None else self._amp.view, self._fp32.view)
-        self._is_noted = True
 
     def remember_random_state(self) -> None:
         """Remember the random generators before the epoch-end hook of the real module."""
@@ -147,19 +135,13 @@ class PairedEvaluation:
         All ranks must call this. This waits for the device.
         """
         self.end_batch()
-        self._note_sums()
         self._agree()
         sides: tuple[dict[str, float], dict[str, float]] | None = None
-        weights: list[Tensor] | None = None
         if self._fp32 is not None:
             with self._observing():
                 is_changed = self._versions != self._parameter_versions(self._fp32)
-                if is_sharded(self._trainer):
-                    # Code may change the shard of one rank only, and all ranks must run the same batches again.
-                    if self._trainer.strategy.reduce_boolean_decision(is_changed, all=False):
-                        self._batches.forget(_WEIGHTS_GONE)
-                elif is_changed:
-                    weights = [parameter.detach().clone() for parameter in self._fp32.module.parameters()]
+                if self._trainer.strategy.reduce_boolean_decision(is_changed, all=False):  # as averaged weights do
+                    self._kept.clear()
                 fp32 = self._fp32.finish(self._random_state)
                 if self._amp is None:
                     amp = {**self._amp_metrics, **_lightning.evaluation_metrics(self._trainer)}
@@ -170,8 +152,9 @@ class PairedEvaluation:
         self.close()
         if sides is None or not self.running:
             return None
-        rows = [] if self._totals is None else self._totals.rows(self._trainer)
-        return ComparedEvaluation(self._stage, *sides, rows, self._unseen, self._batches, weights)
+        outputs = self._outputs
+        modules = {} if outputs is None else outputs.sums_of_all_ranks(self._trainer)
+        return ComparedEvaluation(self._stage, *sides, modules, outputs.unseen if outputs else [], self._kept)
 
     def close(self) -> None:
         """Free the shadows."""

@@ -17,6 +17,7 @@ from unittest import mock
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_amp.callbacks._first_step import FirstStep
 from multi_rank import ranks
 from multi_rank.ranks import (
     BAD,
@@ -40,7 +41,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, OverflowLocator
-from lightning_amp.callbacks._first_step import FirstStep
 from lightning_amp.casting import Choice
 from lightning_amp.scaling import OptimizerSteps, RecordLog, StepPlan
 
