@@ -27,7 +27,7 @@ from lightning_amp.numerics import fitting_scale
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import MAX_ROWS, GradientTable, Quantity, describe_derivative, describe_gradient
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import Failure, RowsBy, take_sample
+from lightning_amp.shadow import Failure, GradientSampler, RowsBy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -220,10 +220,9 @@ class GradientMonitor(Callback):
         # Use the next multiple, so that a resumed run samples the same steps.
         self._next_step = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
         scale = _scale(trainer)
-        take = partial(
-            take_sample, trainer, module, batch, batch_idx, self.by, on_failure=partial(self._report_failure, trainer)
-        )
-        sample = take(scale)
+        report = partial(self._report_failure, trainer)
+        sampler = GradientSampler(trainer, module, batch, batch_idx, self.by, report)
+        sample = sampler.take(scale)
         if sample is None:
             return
         if sample.unseen and self._is_news("unseen"):
@@ -239,7 +238,7 @@ class GradientMonitor(Callback):
         if not math.isnan(total.sqnr_db):
             metrics[GRADIENT_SQNR_DB] = total.sqnr_db
         log_metrics(trainer, metrics)
-        self._judge(trainer, module, sample, take)
+        self._judge(trainer, sample, sampler)
 
     def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
         then = ": it is left out"
@@ -249,7 +248,7 @@ class GradientMonitor(Callback):
         who = f"`GradientMonitor` on rank {trainer.global_rank}"
         _messages.warn_on_this_rank(f"{who}: {failure.text}{then}, training goes on.")
 
-    def _judge(self, trainer: Trainer, module: LightningModule, sample: GradientSample, take: Any) -> None:
+    def _judge(self, trainer: Trainer, sample: GradientSample, sampler: GradientSampler) -> None:
         """Try a setting against a new fault of the sample, and keep the words for the end of the fit."""
         if sample.derivatives and self._is_news("derivative"):
             _messages.warn(f"`GradientMonitor`: {describe_derivative(sample.derivatives[0])}")
@@ -257,7 +256,7 @@ class GradientMonitor(Callback):
         if bad and not sample.clipped and math.isfinite(sample.rows[-1].largest):
             key = bad[0].name, bad[0].rounds_to_zero
             if key not in self._found and len(self._found) < _MAX_CAUSES:
-                self._found[key] = lost_in_training(trainer, sample, take, scale)
+                self._found[key] = lost_in_training(trainer, sample, sampler, scale)
         self._verdict = describe_gradient(sample, scale, self._found.get(key) if key else None)
         if sample.clipped and bad and self._is_news("clipped"):
             _messages.warn(self._verdict)

@@ -37,7 +37,7 @@ from lightning_amp.reports import (
     describe_unseen,
 )
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import ComparedEvaluation, Failure, PairedEvaluation, Stage, gather
+from lightning_amp.shadow import Failure, PairedEvaluation, gather
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -255,13 +255,12 @@ class MetricComparison(Callback):
             self._num_validations += 1
             if self._num_validations % self.every_n_epochs and not is_first:
                 return
-        self._open(trainer, pl_module, "validation")
+        stage, report = "test" if trainer.testing else "validation", partial(self._report_failure, trainer)
+        self._current = PairedEvaluation(
+            trainer, pl_module, stage, self.limit_batches, report, by_module=self.by_module
+        )  # fmt: skip
 
-    @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close()
-        if self._runs:
-            self._open(trainer, pl_module, "test")
+    on_test_start = on_validation_start
 
     @override
     def on_validation_batch_start(
@@ -295,10 +294,9 @@ class MetricComparison(Callback):
         current, self._current = self._current, None
         if current is None:
             return
-        compared = current.finish()
-        self._runs = not current.failed_for_good
-        if compared is not None:
-            self._compare(trainer, pl_module, compared)
+        is_complete, self._runs = current.finish(), not current.failed_for_good
+        if is_complete:
+            self._compare(trainer, pl_module, current)
         elif trainer.state.fn == "fit":
             # A callback that monitors a difference must not end a run whose comparison failed.
             names = evaluation_names(trainer) - _AXES
@@ -327,28 +325,24 @@ class MetricComparison(Callback):
             self._current.close()
         self._current = None
 
-    def _open(self, trainer: Trainer, module: LightningModule, stage: Stage) -> None:
-        report = partial(self._report_failure, trainer)
-        self._current = PairedEvaluation(trainer, module, stage, self.limit_batches, report, by_module=self.by_module)
-
     def _begin_run(self) -> None:
         self._runs = self._is_first = True
         self._resumed = False
         self._current: PairedEvaluation | None = None
         self._said: set[str] = set()
 
-    def _compare(self, trainer: Trainer, module: LightningModule, compared: ComparedEvaluation) -> None:
+    def _compare(self, trainer: Trainer, module: LightningModule, compared: PairedEvaluation) -> None:
         amp, fp32, epoch = compared.amp, compared.fp32, trainer.current_epoch
         if self.by_module:
             sums = compared.modules.items()
             self._module_table.add(ModuleRow.of(epoch, trainer.global_step, name, one) for name, one in sums)
-        self._tell(amp.keys() ^ fp32.keys(), compared.unseen)
+        if compared.unseen and self._is_news("unseen"):
+            _messages.info(describe_unseen(compared.unseen))
+        if amp.keys() != fp32.keys() and self._is_news("one side"):
+            _messages.warn(describe_one_sided(sorted(amp.keys() ^ fp32.keys())))
         self._check_names(trainer, module, sorted((amp.keys() | fp32.keys()) - _AXES))
-        rows = [
-            ComparisonRow.of(epoch, 0, name, amp[name], fp32[name])
-            for name in amp
-            if name in fp32 and name not in _AXES
-        ]
+        names = [name for name in amp if name in fp32 and name not in _AXES]
+        rows = [ComparisonRow.of(epoch, 0, name, amp[name], fp32[name]) for name in names]
         if not rows and self._is_news("nothing"):
             _messages.warn("`MetricComparison` has nothing to compare: nothing was logged with `on_epoch=True`.")
         if rows:
@@ -358,7 +352,7 @@ class MetricComparison(Callback):
             self._table.add(row._replace(step=step) for row in rows)
             if trainer.state.fn != "fit":
                 self._print()
-        self._judge(trainer, module, compared)
+        self._judge(trainer, module, compared, is_new=bool(rows))
 
     def _check_names(self, trainer: Trainer, module: LightningModule, logged: list[str]) -> None:
         """Raise for names in `tolerance` that the first comparison does not log. All ranks must call this."""
@@ -372,9 +366,9 @@ class MetricComparison(Callback):
         if trainer.strategy.reduce_boolean_decision(bool(unknown), all=True):
             raise ValueError(f"`tolerance` names metrics that are not logged: {unknown}. Choose from {logged}")
 
-    def _judge(self, trainer: Trainer, module: LightningModule, compared: ComparedEvaluation) -> None:
+    def _judge(self, trainer: Trainer, module: LightningModule, compared: PairedEvaluation, *, is_new: bool) -> None:
         """Warn of a metric that went wrong, once with its module, or raise. All ranks must call this."""
-        ranks = gather(trainer, (self._table.suspect(), self._table.exceeding()))
+        ranks = gather(trainer, (self._table.suspect(), self._table.exceeding()) if is_new else (None, ""))
         row = next((row for row, _ in ranks if row is not None), None)
         exceeding = next((text for _, text in ranks if text), "")
         if row is None:
@@ -400,13 +394,6 @@ class MetricComparison(Callback):
 
     def _print(self) -> None:
         _messages.info(describe_comparison(self._table.worst_first()))
-
-    def _tell(self, one_sided: Iterable[str], unseen: list[str]) -> None:
-        """Name the values that are not compared, once per run."""
-        if unseen and self._is_news("unseen"):
-            _messages.info(describe_unseen(unseen))
-        if one_sided and self._is_news("one side"):
-            _messages.warn(describe_one_sided(sorted(one_sided)))
 
     def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
         """Warn, on the rank where it happened, of the failure that ended a comparison."""

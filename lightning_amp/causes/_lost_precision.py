@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import partial
-from itertools import zip_longest
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
 
 from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
@@ -23,11 +20,13 @@ from lightning_amp.casting import Fp32Modules
 from lightning_amp.findings import ComparisonRow, GradientSample, LostPrecision, ModuleSums, TriedRemedy
 from lightning_amp.numerics import count_nonfinite
 from lightning_amp.shadow import (
-    ComparedEvaluation,
     EvaluationPass,
+    GradientSampler,
     KeptBatch,
     Lockstep,
     OutputComparison,
+    PairedEvaluation,
+    Precision,
     gather,
     precision_of,
 )
@@ -74,7 +73,7 @@ def quiet_passes() -> Generator[None]:
 
 
 def lost_in_evaluation(
-    trainer: Trainer, module: LightningModule, compared: ComparedEvaluation, row: ComparisonRow
+    trainer: Trainer, module: LightningModule, compared: PairedEvaluation, row: ComparisonRow
 ) -> LostPrecision | None:
     """Run the kept batches again in both precisions, find the module that loses most, and try two settings.
 
@@ -83,29 +82,31 @@ def lost_in_evaluation(
 
     Cost: an evaluation step in fp32 and three more for each kept batch, 8 of a loader at most.
     """
-    stage, outputs, ranks = compared.stage, OutputComparison(inputs=True), Lockstep(trainer)
+    outputs, ranks = OutputComparison(inputs=True), Lockstep(trainer)
     if not all(gather(trainer, bool(compared.kept))):
         return None
 
-    def run(*passes: Callable[[], EvaluationPass], rules: Sequence[str] = ()) -> list[float]:
-        watches = (outputs.recording, outputs.comparing)[: len(passes) if len(passes) == 2 else 0]
-        return ranks.run(lambda: _evaluate([make() for make in passes], watches, rules, compared.kept, row.metric))
+    def run(*precisions: Precision, rules: Sequence[str] = ()) -> list[float]:
+        def work() -> list[float]:
+            passes = [EvaluationPass(trainer, module, compared.stage, one) for one in precisions]
+            return _evaluate(passes, outputs if len(passes) == 2 else None, rules, compared.kept, row.metric)
 
-    in_amp = partial(EvaluationPass.in_amp, trainer, module, stage)
-    in_fp32 = partial(EvaluationPass.in_fp32, trainer, module, stage)
+        return ranks.run(work)
+
     tried: list[TriedRemedy] = []
     found = None
     with quiet_passes(), suppress(Exception):  # such as out of memory; the difference stands in the table
-        sides = gather(trainer, run(in_fp32, in_amp))
+        sides = gather(trainer, run("fp32", "amp"))
         found = furthest_module(outputs.sums_of_all_ranks(trainer), precision_of(trainer))
         if found is None or not any(_shows(row, *side) for side in sides):
             return None
-        for setting, make, rules in (
-            (f"`fp32_modules=[{found.module!r}]`", in_amp, [found.module]),
-            ("`eval_precision='fp32'`", partial(in_fp32, upcast=False), []),
-        ):
+        settings: list[tuple[str, Precision, list[str]]] = [
+            (f"`fp32_modules=[{found.module!r}]`", "amp", [found.module]),
+            ("`eval_precision='fp32'`", "eval fp32", []),
+        ]
+        for setting, precision, rules in settings:
             with suppress(Exception):  # such as half-precision weights, which cannot compute in fp32
-                values = [value for (value,) in gather(trainer, run(make, rules=rules))]
+                values = [value for (value,) in gather(trainer, run(precision, rules=rules))]
                 gone = [_is_gone(value, *side) for value, side in zip(values, sides, strict=True)]
                 tried.append(TriedRemedy(setting, values[0], all(gone)))
     return found and found._replace(tried=tuple(tried))
@@ -113,7 +114,7 @@ def lost_in_evaluation(
 
 def _evaluate(
     passes: Sequence[EvaluationPass],
-    watches: Sequence[Callable[[nn.Module], AbstractContextManager[None]]],
+    outputs: OutputComparison | None,
     rules: Sequence[str],
     kept: Sequence[KeptBatch],
     metric: str,
@@ -129,7 +130,7 @@ def _evaluate(
         for one in passes:
             one.start_afresh()
         for batch in kept:
-            for one, watch in zip_longest(passes, watches):
+            for one, watch in zip(passes, (outputs and outputs.recording, outputs and outputs.comparing), strict=False):
                 with paired_random(device_type, batch.random_state):
                     one.step(batch.batch, batch.batch_idx, batch.loader_idx, watch and watch(one.module))
         values = [one.finish(kept[-1].random_state).get(metric) for one in passes]
@@ -149,7 +150,7 @@ def _is_gone(value: float, fp32: float, amp: float) -> bool:
     return abs(value - fp32) <= _GONE * abs(amp - fp32)
 
 
-def nonfinite_names(trainer: Trainer, module: LightningModule, compared: ComparedEvaluation) -> list[str]:
+def nonfinite_names(trainer: Trainer, module: LightningModule, compared: PairedEvaluation) -> list[str]:
     """Name parameters, buffers and entries of kept batches that are not finite on a rank. All ranks must call this."""
     named = [*module.named_parameters(), *module.named_buffers()]
     named += [(f"batch{path}", t) for one in compared.kept for path, t in tensors_in(one.batch)]
@@ -158,7 +159,7 @@ def nonfinite_names(trainer: Trainer, module: LightningModule, compared: Compare
 
 
 def lost_in_training(
-    trainer: Trainer, sample: GradientSample, take: Callable[..., GradientSample | None], fitting_scale: float | None
+    trainer: Trainer, sample: GradientSample, sampler: GradientSampler, fitting_scale: float | None
 ) -> LostPrecision | TriedRemedy | None:
     """Try one setting against the lost gradient of a sample. All ranks must call this.
 
@@ -168,7 +169,7 @@ def lost_in_training(
     Args:
         trainer: The trainer, at the start of the sampled batch.
         sample: The sample.
-        take: Takes the sample again, with a scale and the last arguments of `take_sample`.
+        sampler: Took the sample, and takes others.
         fitting_scale: The scale at which all gradients so far fit into fp16.
 
     Cost: two steps in each precision.
@@ -178,14 +179,14 @@ def lost_in_training(
     if (overflows and sample.forward_is_finite) or row.rounds_to_zero:
         if total.precision != "fp16" or fitting_scale is None or (fitting_scale < total.scale) != overflows:
             return None
-        return TriedRemedy(_scale_setting(trainer, row.scale, fitting_scale), *_cured(take(fitting_scale)))
+        return TriedRemedy(_scale_setting(trainer, row.scale, fitting_scale), *_cured(sampler.take(fitting_scale)))
     outputs = OutputComparison(inputs=True)
-    take(total.scale, outputs=outputs)
+    sampler.take(total.scale, outputs=outputs)
     found = furthest_module(outputs.sums_of_all_ranks(trainer), total.precision)
     if found is None:
         return None
     setting = f"`fp32_modules=[{found.module!r}]`"
-    return found._replace(tried=(TriedRemedy(setting, *_cured(take(total.scale, rules=[found.module]))),))
+    return found._replace(tried=(TriedRemedy(setting, *_cured(sampler.take(total.scale, rules=[found.module]))),))
 
 
 def _cured(sample: GradientSample | None) -> tuple[float, bool]:

@@ -2,15 +2,15 @@
 
 from lightning_amp.shadow._agreement import RankMissingError
 from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
-from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage
+from lightning_amp.shadow._evaluation_pass import EvaluationPass, Precision, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
 from lightning_amp.shadow._fsdp2 import shard_of, shards_of_gathered
-from lightning_amp.shadow._gradient_sample import RowsBy, precision_of, take_sample
+from lightning_amp.shadow._gradient_sample import GradientSampler, RowsBy, precision_of
 from lightning_amp.shadow._kept_batches import Batches, giving, keep_batches, set_method
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._output_comparison import OutputComparison
-from lightning_amp.shadow._paired_evaluation import ComparedEvaluation, PairedEvaluation
+from lightning_amp.shadow._paired_evaluation import PairedEvaluation
 from lightning_amp.shadow._private_fit import (
     PRIVATE_CALLBACKS,
     own_data,
@@ -30,14 +30,15 @@ __all__ = [
     "PRIVATE_CALLBACKS",
     "BatchWindow",
     "Batches",
-    "ComparedEvaluation",
     "EvaluationPass",
     "Failure",
+    "GradientSampler",
     "KeptBatch",
     "Lockstep",
     "OtherRankFailedError",
     "OutputComparison",
     "PairedEvaluation",
+    "Precision",
     "RankMissingError",
     "RowsBy",
     "Stage",
@@ -63,7 +64,6 @@ __all__ = [
     "set_method",
     "shard_of",
     "shards_of_gathered",
-    "take_sample",
     "tensor_parallel_size",
     "unnoticed",
 ]

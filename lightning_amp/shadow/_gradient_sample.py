@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from typing import Any, Literal, cast
 
@@ -39,70 +39,118 @@ RowsBy = Literal["module", "parameter"]
 
 
 @final
-class _Group:
-    """Measurements of the gradients of one row, on the device.
+class GradientSampler:
+    """Runs one batch twice on copies of the module, and compares the gradients. All ranks must sample together.
 
-    The dtype is float64, or the widest that the device has. A maximum over ranks cannot represent NaN, so NaN is
-    counted.
+    A rank that cannot run its batch calls `on_failure` and adds nothing.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        # the number of gradients, of NaN, `underflow_counts`, `fidelity_sums` and the inner product
-        self.sums = torch.zeros(9, dtype=widest_dtype(device), device=device)
-        self.top = self.sums.new_zeros(())  # the largest magnitude
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, by: RowsBy,
+        on_failure: Callable[[Failure], None],
+    ) -> None:  # fmt: skip
+        self._trainer, self._module, self._batch, self._batch_idx = trainer, module, batch, batch_idx
+        self._by, self._on_failure = by, on_failure
+        names = _modules.plain_parameters(module)
+        self._row_of = {name: name.rpartition(".")[0] if by == "module" else name for name in names}
+        self._index = {row: i for i, row in enumerate(dict.fromkeys([*self._row_of.values(), TOTAL]))}
 
-    def add(self, magnitude: Tensor, measured: Sequence[Tensor] = ()) -> None:
-        magnitude = magnitude.to(self.sums)
-        self.top = torch.maximum(self.top, magnitude.nan_to_num(0.0, posinf=math.inf))
+    def take(
+        self, scale: float, *, outputs: OutputComparison | None = None, rules: Sequence[str] = ()
+    ) -> GradientSample | None:
+        """Run the batch at a loss scale; `None` if no rank has gradients. This waits for the device.
+
+        `outputs` compares the outputs of modules, and `rules` name modules to keep in fp32.
+        """
+        trainer, step = self._trainer, self._trainer.global_step
+        mine = GradientSample([])
+        self._clear()
+        try:
+            mine = self._measure(scale, outputs, rules)
+        except Exception as error:
+            if not isinstance(error, OtherRankFailedError):
+                self._on_failure(Failure.of(error, "the training step", f"the sample of step {step}"))
+            self._clear()
+        if trainer.world_size > 1:
+            self._sums = trainer.strategy.reduce(self._sums, reduce_op="sum")
+            self._tops = trainer.strategy.reduce(self._tops, reduce_op="max")
+        ranks = gather(trainer, mine)  # the decisions below must be the same on all ranks
+        names = [name or type(self._module).__name__ for name in self._index]
+        rows = zip(names, self._sums.cpu(), self._tops.cpu(), strict=True)
+        found = [_row(step, name, scale, sums, top, precision_of(trainer)) for name, sums, top in rows if sums[0] > 0]
+        return (
+            mine._replace(
+                rows=found,
+                order=next((one.order for one in ranks if one.order), ()),
+                clipped=next((one.clipped for one in ranks if one.clipped), ""),
+                derivatives=next((one.derivatives for one in ranks if one.derivatives), ()),
+                forward_is_finite=all(one.forward_is_finite for one in ranks),
+            )
+            if found
+            else None
+        )
+
+    def _clear(self) -> None:
+        # The dtype is float64, or the widest that the device has. Of each row: the number of gradients, of NaN (which a
+        # maximum over ranks cannot represent), `underflow_counts`, `fidelity_sums` and the inner product.
+        device = self._trainer.strategy.root_device
+        self._sums = torch.zeros(len(self._index), 9, dtype=widest_dtype(device), device=device)
+        self._tops = self._sums[:, 0].clone()  # the largest magnitudes
+
+    def _add(self, rows: Iterable[str], magnitude: Tensor, *measured: Tensor) -> None:
+        magnitude = magnitude.to(self._sums)
+        values = torch.zeros_like(self._sums[0])
+        values[1] = magnitude.isnan()
         if measured:
-            parts = [torch.ones_like(self.top), torch.zeros_like(self.top), *measured]
-            self.sums += torch.cat([part.to(self.sums).reshape(-1) for part in parts])
-        self.sums[1] += magnitude.isnan()
+            values[0] = 1
+            values[2:] = torch.cat([part.to(values).reshape(-1) for part in measured])
+        for row in {*rows, TOTAL}:
+            i = self._index[row]
+            self._tops[i] = torch.maximum(self._tops[i], magnitude.nan_to_num(0.0, posinf=math.inf))
+            self._sums[i] += values
 
-
-def take_sample(
-    trainer: Trainer,
-    module: LightningModule,
-    batch: Any,
-    batch_idx: int,
-    by: RowsBy,
-    scale: float,
-    on_failure: Callable[[Failure], None],
-    *,
-    outputs: OutputComparison | None = None,
-    rules: Sequence[str] = (),
-) -> GradientSample | None:
-    """Run the batch twice on copies of the module; `None` if no rank has gradients. This waits for the device.
-
-    All ranks must call this, because the figures combine all ranks. A rank that cannot run its batch calls
-    `on_failure` and adds nothing. `outputs` compares the outputs of modules, and `rules` name modules to keep in fp32.
-    """
-    try:
-        groups, mine = _measure(trainer, module, batch, batch_idx, by, scale, outputs, rules)
-    except Exception as error:
-        if not isinstance(error, OtherRankFailedError):
-            on_failure(Failure.of(error, "the training step", f"the sample of step {trainer.global_step}"))
-        groups, mine = _groups(trainer, module, by), GradientSample([])
-    sums = _over_all_ranks(trainer, groups)
-    if not sums:
-        return None
-    ranks = gather(trainer, mine)  # the decisions below must be the same on all ranks
-    names = {name: name or type(module).__name__ for name in groups}
-    step, precision = trainer.global_step, precision_of(trainer)
-    return GradientSample(
-        rows=[_row(step, names[name], scale, *row, precision) for name, row in sums.items()],
-        unseen=mine.unseen,
-        order=[names[name] for name in next((one.order for one in ranks if one.order), ())],
-        clipped=next((one.clipped for one in ranks if one.clipped), ""),
-        derivatives=next((one.derivatives for one in ranks if one.derivatives), ()),
-        forward_is_finite=all(one.forward_is_finite for one in ranks),
-    )
-
-
-def rows_of_parameters(module: LightningModule, by: RowsBy) -> dict[str, str]:
-    """Return the row of the table for each parameter; the row of the outermost module is called ""."""
-    names = _modules.plain_parameters(module)
-    return {name: name.rpartition(".")[0] if by == "module" else name for name in names}
+    def _measure(self, scale: float, outputs: OutputComparison | None, rules: Sequence[str]) -> GradientSample:
+        """Run the step in fp32 and as training does, and compare their gradients row by row."""
+        trainer, module, row_of = self._trainer, self._module, self._row_of
+        with closing(TrainingPass(trainer, module, upcast=True)) as fp32_pass:
+            fp32_trace, fp32_watch = Trace(fp32_pass.module, values=False), StepWatch(fp32_pass.module)
+            with outputs.recording(fp32_pass.module) if outputs else nullcontext():
+                fp32_pass.run(self._batch, self._batch_idx, context=None, trace=fp32_trace, step_watch=fp32_watch)
+            fp32_run = fp32_pass.gradients()
+        places = [one.place for one in fp32_trace.arrivals if not one.is_inner and one.place.where == "parameter"]
+        order = dict.fromkeys(row_of[place.parameter] for place in places if place.parameter in row_of)
+        sample = GradientSample([], fp32_trace.unseen, [name or type(module).__name__ for name in order])
+        if not fp32_run:
+            return sample
+        with closing(TrainingPass(trainer, module)) as amp_pass, ExitStack() as watching:
+            if rules:
+                Fp32Modules(amp_pass.module, rules, trainer.strategy.root_device.type, active=True)
+            if outputs is not None:
+                watching.enter_context(outputs.comparing(amp_pass.module))
+            amp_trace, amp_watch = Trace(amp_pass.module, values=False), StepWatch(amp_pass.module, scale)
+            loss = amp_pass.run(
+                self._batch, self._batch_idx, context=trainer.precision_plugin.forward_context(), scale=scale,
+                trace=amp_trace, step_watch=amp_watch, fp32_draws=True,
+            )  # fmt: skip
+            sample = sample._replace(forward_is_finite=loss is None or bool(torch.isfinite(loss).all()))
+            amp_run = amp_pass.true_gradients()
+            if scale != 1:
+                clipped = " and ".join(f"`{name}` ({line})" for line, name in amp_watch.clippings.items())
+                sample = sample._replace(clipped=clipped, derivatives=inaccurate_derivatives(fp32_watch, amp_watch))
+            rows = {row_of[name] for name in fp32_run}
+            for arrival in fp32_trace.gradients_in_half(amp_trace.half_places):
+                # Gradients of outputs count, because they may be larger than gradients of parameters.
+                name = "" if arrival.call is None else arrival.call.name
+                is_row = self._by == "module" and arrival.place.where == "output" and name in rows
+                self._add([name] if is_row else [], arrival.largest)
+            counted = _counted(trainer, module)
+            for name, gradient in fp32_run.items():
+                # A gradient that exists only in fp32 is lost in mixed precision.
+                values = amp_run.get(name, torch.zeros_like(gradient))
+                counts, product = underflow_counts(gradient, "fp16", scale), inner_product(gradient, values)
+                measured = (counts, fidelity_sums(gradient, values), product) if name in counted else ()
+                self._add([row_of[name]], largest(gradient), *measured)
+        return sample
 
 
 def precision_of(trainer: Trainer) -> str:
@@ -113,70 +161,6 @@ def precision_of(trainer: Trainer) -> str:
     return "fp8" if in_fp8 else name
 
 
-def _groups(trainer: Trainer, module: LightningModule, by: RowsBy) -> dict[str, _Group]:
-    device = trainer.strategy.root_device
-    return {row: _Group(device) for row in (*rows_of_parameters(module, by).values(), TOTAL)}
-
-
-def _measure(
-    trainer: Trainer,
-    module: LightningModule,
-    batch: Any,
-    batch_idx: int,
-    by: RowsBy,
-    scale: float,
-    outputs: OutputComparison | None,
-    rules: Sequence[str],
-) -> tuple[dict[str, _Group], GradientSample]:
-    """Run the step in fp32 and as training does, and compare their gradients row by row."""
-    row_of, groups = rows_of_parameters(module, by), _groups(trainer, module, by)
-    total = groups[TOTAL]
-    with closing(TrainingPass(trainer, module, upcast=True)) as fp32_pass:
-        fp32_trace, fp32_watch = Trace(fp32_pass.module, values=False), StepWatch(fp32_pass.module)
-        with outputs.recording(fp32_pass.module) if outputs else nullcontext():
-            fp32_pass.run(batch, batch_idx, context=None, trace=fp32_trace, step_watch=fp32_watch)
-        fp32_run = fp32_pass.gradients()
-    places = [arrival.place for arrival in fp32_trace.arrivals if not arrival.is_inner]
-    order = [row_of[place.parameter] for place in places if place.where == "parameter" and place.parameter in row_of]
-    sample = GradientSample([], fp32_trace.unseen, list(dict.fromkeys(order)))
-    if not fp32_run:
-        return groups, sample
-    with closing(TrainingPass(trainer, module)) as amp_pass, ExitStack() as watching:
-        if rules:
-            Fp32Modules(amp_pass.module, rules, trainer.strategy.root_device.type, active=True)
-        if outputs is not None:
-            watching.enter_context(outputs.comparing(amp_pass.module))
-        amp_trace, amp_watch = Trace(amp_pass.module, values=False), StepWatch(amp_pass.module, scale)
-        loss = amp_pass.run(
-            batch, batch_idx, context=trainer.precision_plugin.forward_context(), scale=scale, trace=amp_trace,
-            step_watch=amp_watch, fp32_draws=True,
-        )  # fmt: skip
-        sample = sample._replace(forward_is_finite=loss is None or bool(torch.isfinite(loss).all()))
-        amp_run = amp_pass.true_gradients()
-        if scale != 1:
-            clipped = " and ".join(f"`{name}` ({line})" for line, name in amp_watch.clippings.items())
-            sample = sample._replace(clipped=clipped, derivatives=inaccurate_derivatives(fp32_watch, amp_watch))
-        rows = {row_of[name] for name in fp32_run}
-        for arrival in fp32_trace.gradients_in_half(amp_trace.half_places):
-            # Gradients of outputs count, because they may be larger than gradients of parameters.
-            total.add(arrival.largest)
-            name = "" if arrival.call is None else arrival.call.name
-            if by == "module" and arrival.place.where == "output" and name in rows:
-                groups[name].add(arrival.largest)
-        counted = _counted(trainer, module)
-        for name, gradient in fp32_run.items():
-            # A gradient that exists only in fp32 is lost in mixed precision.
-            values = amp_run.get(name, torch.zeros_like(gradient))
-            measured = (
-                underflow_counts(gradient, "fp16", scale),
-                fidelity_sums(gradient, values),
-                inner_product(gradient, values),
-            )
-            for one in (groups[row_of[name]], total):
-                one.add(largest(gradient), measured if name in counted else ())
-    return groups, sample
-
-
 def _counted(trainer: Trainer, module: LightningModule) -> set[str]:
     """Return the parameters whose gradients this rank counts: each value of a sharded gradient counts on one rank."""
     parameters = _modules.plain_parameters(module)
@@ -184,15 +168,6 @@ def _counted(trainer: Trainer, module: LightningModule) -> set[str]:
         return set(parameters)
     model = cast(nn.Module, trainer.strategy.model)
     return {name for name, parameter in parameters.items() if counts_here(parameter, model)}
-
-
-def _over_all_ranks(trainer: Trainer, groups: Mapping[str, _Group]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the sums, [9], and the largest magnitude, [], of each row with gradients, on the host."""
-    added, tops = torch.stack([g.sums for g in groups.values()]), torch.stack([g.top for g in groups.values()])
-    if trainer.world_size > 1:
-        added, tops = trainer.strategy.reduce(added, reduce_op="sum"), trainer.strategy.reduce(tops, reduce_op="max")
-    rows = zip(groups, added.cpu(), tops.cpu(), strict=True)
-    return {name: (sums, top) for name, sums, top in rows if sums[0] > 0}
 
 
 def _row(step: int, name: str, scale: float, added: Tensor, top: Tensor, precision: str) -> GradientRow:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -28,19 +27,6 @@ _MOST_BYTES = 2**28  # for the kept batches of all loaders
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class ComparedEvaluation:
-    """The results of one compared validation or test."""
-
-    stage: Stage
-    amp: dict[str, float]  # metrics by name
-    fp32: dict[str, float]
-    modules: dict[str, ModuleSums]  # the compared outputs of modules, over all ranks
-    unseen: list[str]  # names of modules that could not be watched because they are compiled
-    kept: list[KeptBatch]  # the first batches of each loader; none if they cannot run again with the same weights
-
-
-@final
 class PairedEvaluation:
     """Runs the fp32 side of one validation or test. The real module is the AMP side.
 
@@ -57,6 +43,16 @@ class PairedEvaluation:
         on_failure: Called on the rank where the comparison failed.
         by_module: Whether to also compare the outputs of modules.
 
+    Attributes:
+        stage: The stage.
+        kept: Copies of the first batches of each loader; none if they cannot run again with the same weights.
+        amp: After :meth:`finish`, the metrics by name.
+        fp32: The same in fp32.
+        modules: The compared outputs of modules, over all ranks.
+        unseen: Names of modules that could not be watched because they are compiled.
+        running: Whether the comparison runs, on all ranks.
+        failed_for_good: Whether it failed on any rank in a way that the next comparison would fail, too.
+
     """
 
     def __init__(
@@ -69,10 +65,11 @@ class PairedEvaluation:
         *,
         by_module: bool = False,
     ) -> None:
-        self.running = True  # whether the comparison runs, on all ranks
-        self.failed_for_good = False  # whether it failed on any rank in a way that the next comparison would fail, too
+        self.running, self.failed_for_good = True, False
+        self.amp, self.fp32 = dict[str, float](), dict[str, float]()
+        self.modules, self.unseen, self.kept = dict[str, ModuleSums](), list[str](), list[KeptBatch]()
         self._trainer, self._module, self._on_failure = trainer, module, on_failure
-        self._stage: Stage = stage
+        self.stage: Stage = stage
         self._limit_batches = limit_batches
         self._available = trainer.num_test_batches if stage == "test" else trainer.num_val_batches
         self._fp32: EvaluationPass | None = None
@@ -82,7 +79,6 @@ class PairedEvaluation:
         self._random_state: RandomState | None = None
         self._amp_metrics: dict[str, Tensor] = {}  # metrics of the loaders before the present one
         self._versions: list[int] = []
-        self._kept: list[KeptBatch] = []
         self._outputs = OutputComparison() if by_module else None
         self._watching = ExitStack()  # the watch, entered during a batch of the real module
 
@@ -108,8 +104,8 @@ class PairedEvaluation:
         if batch_idx < _MOST_BATCHES:
             device_type = self._trainer.strategy.root_device.type
             kept = KeptBatch.keep(batch, batch_idx, device_type, copy=True, loader_idx=loader_idx)
-            if not batch_idx or kept.num_bytes + sum(one.num_bytes for one in self._kept) <= _MOST_BYTES:
-                self._kept.append(kept)
+            if not batch_idx or kept.num_bytes + sum(one.num_bytes for one in self.kept) <= _MOST_BYTES:
+                self.kept.append(kept)
 
     def _run_shadows(self, batch: Any, batch_idx: int, loader_idx: int | None) -> None:
         if self._fp32 is None:
@@ -129,32 +125,30 @@ class PairedEvaluation:
         """Remember the random generators before the epoch-end hook of the real module."""
         self._random_state = RandomState.capture(self._trainer.strategy.root_device.type)
 
-    def finish(self) -> ComparedEvaluation | None:
-        """Return the results, after all hooks of the real evaluation; `None` if a rank failed.
+    def finish(self) -> bool:
+        """Compute the results, after all hooks of the real evaluation; `False` if a rank failed.
 
         All ranks must call this. This waits for the device.
         """
         self.end_batch()
         self._agree()
-        sides: tuple[dict[str, float], dict[str, float]] | None = None
         if self._fp32 is not None:
             with self._observing():
                 is_changed = self._versions != self._parameter_versions(self._fp32)
                 if self._trainer.strategy.reduce_boolean_decision(is_changed, all=False):  # as averaged weights do
-                    self._kept.clear()
+                    self.kept.clear()
                 fp32 = self._fp32.finish(self._random_state)
                 if self._amp is None:
                     amp = {**self._amp_metrics, **_lightning.evaluation_metrics(self._trainer)}
                 else:
                     amp = self._amp.finish(self._random_state)
-                sides = _as_floats(amp), _as_floats(fp32)
+                self.amp, self.fp32 = ({n: float(v) for n, v in side.items()} for side in (amp, fp32))
             self._agree()
+        is_complete = self._fp32 is not None and self.running
         self.close()
-        if sides is None or not self.running:
-            return None
-        outputs = self._outputs
-        modules = {} if outputs is None else outputs.sums_of_all_ranks(self._trainer)
-        return ComparedEvaluation(self._stage, *sides, modules, outputs.unseen if outputs else [], self._kept)
+        if is_complete and self._outputs is not None:
+            self.modules, self.unseen = self._outputs.sums_of_all_ranks(self._trainer), self._outputs.unseen
+        return is_complete
 
     def close(self) -> None:
         """Free the shadows."""
@@ -169,7 +163,7 @@ class PairedEvaluation:
         # module have run. These hooks swap averaged weights in, and set attributes for the epoch.
         self._started = True
         with self._observing():
-            self._fp32 = EvaluationPass.in_fp32(self._trainer, self._module, self._stage)
+            self._fp32 = EvaluationPass(self._trainer, self._module, self.stage, "fp32")
             self._versions = self._parameter_versions(self._fp32)
         if isinstance(self._trainer.strategy, DDPStrategy) and self._agree():
             follow_ddp_buffers(self._trainer, self._fp32.module)
@@ -185,7 +179,7 @@ class PairedEvaluation:
         if self._amp is not None or self._failed:
             return
         with self._observing():
-            self._amp = EvaluationPass.in_amp(self._trainer, self._module, self._stage, self._amp_metrics)
+            self._amp = EvaluationPass(self._trainer, self._module, self.stage, "amp", self._amp_metrics)
 
     def _num_batches(self, loader_idx: int | None) -> float:
         limit = self._limit_batches
@@ -207,18 +201,16 @@ class PairedEvaluation:
             self.close()
             self._failed = True
             place = f"the fp32 pass of epoch {self._trainer.current_epoch}"
-            failure = Failure.of(error, f"the module's {self._stage}", place)
+            failure = Failure.of(error, f"the module's {self.stage}", place)
             passes = isinstance(error, (OtherRankFailedError, NotNowError))
             self._fatal = not (failure.out_of_memory or passes)
             if isinstance(error, OtherRankFailedError):
                 return
-            then = (
-                ". Comparisons are off for the rest of this run, training goes on"
-                if self._fatal
-                else ": this comparison is dropped, training goes on, and the next comparison tries again"
-            )
+            then = ": this comparison is dropped, training goes on, and the next comparison tries again"
+            if self._fatal:
+                then = ". Comparisons are off for the rest of this run, training goes on"
             if failure.out_of_memory:
-                then += f". A smaller {self._stage} batch needs less"
+                then += f". A smaller {self.stage} batch needs less"
             self._on_failure(failure._replace(text=failure.text + then))
 
     def _agree(self) -> bool:
@@ -232,7 +224,3 @@ class PairedEvaluation:
             self.failed_for_good = decide(self._fatal, all=False)
             self.close()
         return self.running
-
-
-def _as_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}
