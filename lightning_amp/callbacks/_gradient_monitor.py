@@ -14,7 +14,6 @@ from typing_extensions import final, override
 from lightning_amp import _messages
 from lightning_amp._arguments import require_choice, require_count
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp._text import named
 from lightning_amp.callbacks._trainers import (
     has_mixed_precision,
     log_metrics,
@@ -117,14 +116,10 @@ class GradientMonitor(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        self._table = GradientTable()
-        self._largest = 0.0
-        self._next_step = 0
+        self._table, self._verdict, self._said = GradientTable(), "", set[str]()
+        self._next_step, self._largest, self._last_scale = 0, 0.0, math.inf
         self._runs = True
-        self._said: set[str] = set()
-        self._verdict = ""
         self._found: dict[tuple[str, bool], LostPrecision | TriedRemedy | None] = {}
-        self._last_scale = math.inf
 
     @property
     def table(self) -> GradientTable:
@@ -141,12 +136,9 @@ class GradientMonitor(Callback):
         return fitting_scale(self._largest) if self._largest > 0 else None
 
     def plot(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        quantity: Quantity | None = None,
+        self, path: str | os.PathLike[str] | None = None, *, quantity: Quantity | None = None,
         max_rows: int | None = MAX_ROWS,
-    ) -> Figure:
+    ) -> Figure:  # fmt: skip
         """Draw a heat map over modules and steps.
 
         Args:
@@ -219,17 +211,11 @@ class GradientMonitor(Callback):
     def _sample(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Use the next multiple, so that a resumed run samples the same steps.
         self._next_step = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
-        scale = _scale(trainer)
         report = partial(self._report_failure, trainer)
         sampler = GradientSampler(trainer, module, batch, batch_idx, self.by, report)
-        sample = sampler.take(scale)
+        sample = sampler.take(_scale(trainer))
         if sample is None:
             return
-        if sample.unseen and self._is_news("unseen"):
-            _messages.info(
-                f"`GradientMonitor` does not see into {named(sample.unseen)}, compiled by TorchScript: gradients of"
-                " parameters count, gradients of outputs do not."
-            )
         self._table.add(sample.rows)
         total = sample.rows[-1]
         if math.isfinite(total.largest):

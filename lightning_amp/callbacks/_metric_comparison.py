@@ -34,7 +34,6 @@ from lightning_amp.reports import (
     describe_comparison,
     describe_difference,
     describe_one_sided,
-    describe_unseen,
 )
 from lightning_amp.scaling import Saved
 from lightning_amp.shadow import Failure, PairedEvaluation, gather
@@ -190,11 +189,8 @@ class MetricComparison(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "rows": [list(row) for row in self._table],
-            "module_rows": [list(row) for row in self._module_table],
-            "num_validations": self._num_validations,
-        }
+        rows, module_rows = ([list(row) for row in table] for table in (self._table, self._module_table))
+        return {"rows": rows, "module_rows": module_rows, "num_validations": self._num_validations}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -203,13 +199,10 @@ class MetricComparison(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = Saved(state_dict, "MetricComparison")
-        num_validations = saved.count("num_validations")
-        rows = saved.rows("rows", ComparisonRow)
-        module_rows = saved.rows("module_rows", ModuleRow)
-        self._table = ComparisonTable(rows, tolerance=self.tolerance)
-        self._module_table = ModuleTable(module_rows)
-        self._num_validations = num_validations
-        self._resumed = bool(rows)
+        num_validations, module_rows = saved.count("num_validations"), saved.rows("module_rows", ModuleRow)
+        self._table = ComparisonTable(saved.rows("rows", ComparisonRow), tolerance=self.tolerance)
+        self._module_table, self._num_validations = ModuleTable(module_rows), num_validations
+        self._resumed = bool(self._table)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -235,10 +228,7 @@ class MetricComparison(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._runs and not trainer.enable_validation:
-            _messages.info(
-                "`MetricComparison` stands aside: no validation runs in this fit. Give the trainer a validation loader,"
-                " and a `limit_val_batches` other than 0, to have it compare."
-            )
+            _messages.info("`MetricComparison` stands aside: no validation runs in this fit.")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -336,8 +326,6 @@ class MetricComparison(Callback):
         if self.by_module:
             sums = compared.modules.items()
             self._module_table.add(ModuleRow.of(epoch, trainer.global_step, name, one) for name, one in sums)
-        if compared.unseen and self._is_news("unseen"):
-            _messages.info(describe_unseen(compared.unseen))
         if amp.keys() != fp32.keys() and self._is_news("one side"):
             _messages.warn(describe_one_sided(sorted(amp.keys() ^ fp32.keys())))
         self._check_names(trainer, module, sorted((amp.keys() | fp32.keys()) - _AXES))

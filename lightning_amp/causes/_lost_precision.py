@@ -17,6 +17,7 @@ from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
 from lightning_amp._text import exact, literal
 from lightning_amp.casting import Fp32Modules
+from lightning_amp.causes._bad_shards import bad_shards
 from lightning_amp.findings import ComparisonRow, GradientSample, LostPrecision, ModuleSums, TriedRemedy
 from lightning_amp.numerics import count_nonfinite
 from lightning_amp.shadow import (
@@ -152,10 +153,11 @@ def _is_gone(value: float, fp32: float, amp: float) -> bool:
 
 def nonfinite_names(trainer: Trainer, module: LightningModule, compared: PairedEvaluation) -> list[str]:
     """Name parameters, buffers and entries of kept batches that are not finite on a rank. All ranks must call this."""
-    named = [*module.named_parameters(), *module.named_buffers()]
+    shards = bad_shards(trainer, module)  # `None` for a module that is not sharded
+    named = [*module.named_buffers(), *(module.named_parameters() if shards is None else ())]
     named += [(f"batch{path}", t) for one in compared.kept for path, t in tensors_in(one.batch)]
     mine = {_modules.plain_name(name) for name, t in named if t.is_floating_point() and bool(count_nonfinite(t))}
-    return sorted(set().union(*gather(trainer, mine)))
+    return sorted({*(shards or ())}.union(*gather(trainer, mine)))
 
 
 def lost_in_training(

@@ -79,7 +79,6 @@ class GradientSample(NamedTuple):
 
     Attributes:
         rows: The rows of the table; the last row is about all gradients.
-        unseen: Modules that could not be watched.
         order: Names of the rows in the order of the backward.
         clipped: The functions that clip scaled gradients, with their lines, in words; empty without any.
         derivatives: Derivatives inside the loss that are inaccurate in fp16.
@@ -88,7 +87,6 @@ class GradientSample(NamedTuple):
     """
 
     rows: list[GradientRow]
-    unseen: Sequence[str] = ()
     order: Sequence[str] = ()
     clipped: str = ""
     derivatives: Sequence[InaccurateDerivative] = ()

@@ -14,7 +14,6 @@ from lightning_amp.reports._comparison_words import (
     describe_comparison,
     describe_difference,
     describe_one_sided,
-    describe_unseen,
 )
 from lightning_amp.reports._gradient_plot import Quantity
 from lightning_amp.reports._gradient_table import GradientTable
@@ -47,6 +46,5 @@ __all__ = [
     "describe_difference",
     "describe_gradient",
     "describe_one_sided",
-    "describe_unseen",
     "plot_histories",
 ]

@@ -35,13 +35,6 @@ def describe_both(row: ComparisonRow, names: Sequence[str]) -> str:
     return f"{text} (epoch {row.epoch})\n  {where}\n  fix: the data or the weights; no precision helps"
 
 
-def describe_unseen(names: Sequence[str]) -> str:
-    """Name compiled modules, inside which no outputs are compared."""
-    return (
-        f"`MetricComparison` does not look into {named(names)}, which is compiled: `.module_table` has no rows for it."
-    )
-
-
 def describe_one_sided(names: Sequence[str]) -> str:
     """Name metrics that only one of the two runs logs."""
     return (

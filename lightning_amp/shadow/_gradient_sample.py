@@ -119,7 +119,7 @@ class GradientSampler:
             fp32_run = fp32_pass.gradients()
         places = [one.place for one in fp32_trace.arrivals if not one.is_inner and one.place.where == "parameter"]
         order = dict.fromkeys(row_of[place.parameter] for place in places if place.parameter in row_of)
-        sample = GradientSample([], fp32_trace.unseen, [name or type(module).__name__ for name in order])
+        sample = GradientSample([], [name or type(module).__name__ for name in order])
         if not fp32_run:
             return sample
         with closing(TrainingPass(trainer, module)) as amp_pass, ExitStack() as watching:

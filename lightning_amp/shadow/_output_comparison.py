@@ -36,7 +36,6 @@ class OutputComparison:
     """
 
     def __init__(self, *, inputs: bool = False) -> None:
-        self.unseen: list[str] = []  # names of compiled modules
         self._inputs = inputs
         self._sums: dict[str, ModuleSums] = {}
         self._reference: defaultdict[str, deque[tuple[list[Tensor], list[Tensor]]]] = defaultdict(deque)
@@ -80,16 +79,13 @@ class OutputComparison:
                 one.restore()
 
     def _modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        self.unseen, closed = [], set[nn.Module]()
+        closed = set[nn.Module]()
         for full_name, module in root.named_modules():
             name = _modules.plain_name(full_name)
             if module in closed or _sharding.is_wrapper(module):
                 continue
-            if module is not root and is_metric(module):
+            if (module is not root and is_metric(module)) or _modules.is_compiled(module):
                 closed.update(module.modules())
-            elif _modules.is_compiled(module):
-                closed.update(module.modules())
-                self.unseen.append(name or type(module).__name__)
             elif type(module).forward is not nn.Module.forward:
                 yield name, module
 

@@ -49,7 +49,6 @@ class PairedEvaluation:
         amp: After :meth:`finish`, the metrics by name.
         fp32: The same in fp32.
         modules: The compared outputs of modules, over all ranks.
-        unseen: Names of modules that could not be watched because they are compiled.
         running: Whether the comparison runs, on all ranks.
         failed_for_good: Whether it failed on any rank in a way that the next comparison would fail, too.
 
@@ -67,7 +66,7 @@ class PairedEvaluation:
     ) -> None:
         self.running, self.failed_for_good = True, False
         self.amp, self.fp32 = dict[str, float](), dict[str, float]()
-        self.modules, self.unseen, self.kept = dict[str, ModuleSums](), list[str](), list[KeptBatch]()
+        self.modules, self.kept = dict[str, ModuleSums](), list[KeptBatch]()
         self._trainer, self._module, self._on_failure = trainer, module, on_failure
         self.stage: Stage = stage
         self._limit_batches = limit_batches
@@ -87,7 +86,9 @@ class PairedEvaluation:
         self.end_batch()
         loader_idx = _lightning.evaluation_loader_idx(self._trainer)
         if batch_idx >= self._num_batches(loader_idx):
-            self._leave_rest_out()
+            if self._amp is None and not self._failed:  # a copy goes on as the AMP side
+                with self._observing():
+                    self._amp = EvaluationPass(self._trainer, self._module, self.stage, "amp", self._amp_metrics)
             return
         if not self._started:
             self._start()
@@ -96,26 +97,20 @@ class PairedEvaluation:
             # The first `self.log` of the next loader resets a value that was logged with `add_dataloader_idx=False`.
             self._amp_metrics.update(_lightning.evaluation_metrics(self._trainer))
         self._loader_idx = loader_idx
-        with self._observing():
-            self._keep(batch, batch_idx, loader_idx)
-            self._run_shadows(batch, batch_idx, loader_idx)
-
-    def _keep(self, batch: Any, batch_idx: int, loader_idx: int | None) -> None:
-        if batch_idx < _MOST_BATCHES:
-            device_type = self._trainer.strategy.root_device.type
-            kept = KeptBatch.keep(batch, batch_idx, device_type, copy=True, loader_idx=loader_idx)
-            if not batch_idx or kept.num_bytes + sum(one.num_bytes for one in self.kept) <= _MOST_BYTES:
-                self.kept.append(kept)
-
-    def _run_shadows(self, batch: Any, batch_idx: int, loader_idx: int | None) -> None:
         if self._fp32 is None:
             return
-        outputs = self._outputs
-        self._fp32.step(batch, batch_idx, loader_idx, outputs and outputs.recording(self._fp32.module))
-        if self._amp is not None:
-            self._amp.step(batch, batch_idx, loader_idx, outputs and outputs.comparing(self._amp.module))
-        elif outputs is not None:
-            self._watching.enter_context(outputs.comparing(self._module))
+        with self._observing():
+            if batch_idx < _MOST_BATCHES:
+                device_type = self._fp32.device_type
+                kept = KeptBatch.keep(batch, batch_idx, device_type, copy=True, loader_idx=loader_idx)
+                if not batch_idx or sum(one.num_bytes for one in [kept, *self.kept]) <= _MOST_BYTES:
+                    self.kept.append(kept)
+            outputs = self._outputs
+            self._fp32.step(batch, batch_idx, loader_idx, outputs and outputs.recording(self._fp32.module))
+            if self._amp is not None:
+                self._amp.step(batch, batch_idx, loader_idx, outputs and outputs.comparing(self._amp.module))
+            elif outputs is not None:
+                self._watching.enter_context(outputs.comparing(self._module))
 
     def end_batch(self) -> None:
         """Stop watching the real module after its step."""
@@ -147,7 +142,7 @@ class PairedEvaluation:
         is_complete = self._fp32 is not None and self.running
         self.close()
         if is_complete and self._outputs is not None:
-            self.modules, self.unseen = self._outputs.sums_of_all_ranks(self._trainer), self._outputs.unseen
+            self.modules = self._outputs.sums_of_all_ranks(self._trainer)
         return is_complete
 
     def close(self) -> None:
@@ -174,13 +169,6 @@ class PairedEvaluation:
             pairs = [(parameter, _sharding.local(parameter)) for parameter in self._module.parameters()]
             return [_modules.version(one) for pair in pairs for one in pair]
 
-    def _leave_rest_out(self) -> None:
-        """Continue with a copy of the module as the AMP side, as the real module runs batches beyond the limit."""
-        if self._amp is not None or self._failed:
-            return
-        with self._observing():
-            self._amp = EvaluationPass(self._trainer, self._module, self.stage, "amp", self._amp_metrics)
-
     def _num_batches(self, loader_idx: int | None) -> float:
         limit = self._limit_batches
         if limit is None or isinstance(limit, int):
@@ -200,10 +188,10 @@ class PairedEvaluation:
         except Exception as error:
             self.close()
             self._failed = True
-            place = f"the fp32 pass of epoch {self._trainer.current_epoch}"
-            failure = Failure.of(error, f"the module's {self.stage}", place)
-            passes = isinstance(error, (OtherRankFailedError, NotNowError))
-            self._fatal = not (failure.out_of_memory or passes)
+            failure = Failure.of(
+                error, f"the module's {self.stage}", f"the fp32 pass of epoch {self._trainer.current_epoch}"
+            )
+            self._fatal = not (failure.out_of_memory or isinstance(error, (OtherRankFailedError, NotNowError)))
             if isinstance(error, OtherRankFailedError):
                 return
             then = ": this comparison is dropped, training goes on, and the next comparison tries again"
