@@ -58,7 +58,6 @@ def test_ranks_agree_and_the_bad_batches_leave_no_trace(name: str, ranks: list[d
 @pytest.mark.skipif(DEVICE != "cpu", reason="only a CPU is measured")
 def test_rank_0_decides_what_auto_is(ranks: list[dict[str, Any]]) -> None:
     found = [rank["auto"] for rank in ranks]
-    assert [rank.pop("calls") for rank in found] == [1, 0]
     assert found[0] == found[1] == {"precision": "32-true", "precisions": ["fp32"] * 9}
 
 
@@ -93,7 +92,7 @@ def test_an_optimizer_without_gradients_on_one_rank(ranks: list[dict[str, Any]])
     for key in ("scales", "tracker", "counts"):
         assert one[key] == other[key]
     assert one["scales"] == [1024.0, 2048.0, 2048.0, 2048.0, 4096.0, 4096.0]
-    assert (one["tracker"], one["counts"]) == (0, (5, 1))
+    assert (one["tracker"], one["counts"]) == (0, (4, 1)), "step 2, without gradients, is no step"
     assert one["weight"] == [1 - 0.5 * 4] * 3
     assert other["weight"] == [1.0] * 3
 
