@@ -6,12 +6,12 @@ Read `_step.py` first.
 from lightning_amp.findings._gradient import (
     LOW_DB,
     TOTAL,
-    GradientFault,
-    GradientFaultKind,
     GradientRow,
+    GradientSample,
     InaccurateDerivative,
 )
-from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, EvaluationReport, ModuleRow
+from lightning_amp.findings._lost_precision import WRONG_DB, LostPrecision, ModuleSums, bits_kept, describe_tried
+from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, ModuleRow
 from lightning_amp.findings._op import Op, OpKind
 from lightning_amp.findings._remedy import TriedRemedy
 from lightning_amp.findings._step import StepPrecision, StepReason, StepRecord
@@ -20,17 +20,20 @@ __all__ = [
     "LOADER_SUFFIX",
     "LOW_DB",
     "TOTAL",
+    "WRONG_DB",
     "ComparisonRow",
-    "EvaluationReport",
-    "GradientFault",
-    "GradientFaultKind",
     "GradientRow",
+    "GradientSample",
     "InaccurateDerivative",
+    "LostPrecision",
     "ModuleRow",
+    "ModuleSums",
     "Op",
     "OpKind",
     "StepPrecision",
     "StepReason",
     "StepRecord",
     "TriedRemedy",
+    "bits_kept",
+    "describe_tried",
 ]

@@ -2,16 +2,21 @@
 
 from lightning_amp.findings import (
     ComparisonRow,
-    EvaluationReport,
-    GradientFault,
     GradientRow,
+    LostPrecision,
     ModuleRow,
     TriedRemedy,
 )
 from lightning_amp.reports._comparison_table import ComparisonTable, ModuleTable
+from lightning_amp.reports._comparison_words import (
+    describe_both,
+    describe_comparison,
+    describe_difference,
+    describe_one_sided,
+)
 from lightning_amp.reports._gradient_plot import Quantity
 from lightning_amp.reports._gradient_table import GradientTable
-from lightning_amp.reports._gradient_words import describe_derivative, describe_fault, describe_healthy
+from lightning_amp.reports._gradient_words import describe_derivative, describe_gradient
 from lightning_amp.reports._overflow import Overflow, ScaleIs
 from lightning_amp.reports._scale_drawing import plot_histories
 from lightning_amp.reports._scale_history import SCALE_HISTORY_FILE, ScaleHistory
@@ -22,10 +27,9 @@ __all__ = [
     "SCALE_HISTORY_FILE",
     "ComparisonRow",
     "ComparisonTable",
-    "EvaluationReport",
-    "GradientFault",
     "GradientRow",
     "GradientTable",
+    "LostPrecision",
     "ModuleRow",
     "ModuleTable",
     "Overflow",
@@ -33,8 +37,11 @@ __all__ = [
     "ScaleHistory",
     "ScaleIs",
     "TriedRemedy",
+    "describe_both",
+    "describe_comparison",
     "describe_derivative",
-    "describe_fault",
-    "describe_healthy",
+    "describe_difference",
+    "describe_gradient",
+    "describe_one_sided",
     "plot_histories",
 ]

@@ -10,15 +10,11 @@ from lightning_amp.tracing._first_bad import (
     has_fault,
     is_received,
     maker_module,
-    nonfinite_entries,
     position,
     taking_modules,
 )
 from lightning_amp.tracing._fp32_throughout import Fp32Draws, fp32_throughout
-from lightning_amp.tracing._operation_calls import OperationCall
-from lightning_amp.tracing._operation_watch import OperationWatch
 from lightning_amp.tracing._operations import (
-    COMPARISONS_WITH_TARGETS,
     EXPONENTIALS,
     NORMS,
     SUMMING,
@@ -29,7 +25,6 @@ from lightning_amp.tracing._places import Place, called_by_optimizer, running_pl
 from lightning_amp.tracing._trace import Call, Gradient, Key, Trace, floating_in
 
 __all__ = [
-    "COMPARISONS_WITH_TARGETS",
     "EXPONENTIALS",
     "NORMS",
     "SUMMING",
@@ -37,8 +32,6 @@ __all__ = [
     "Fp32Draws",
     "Gradient",
     "Key",
-    "OperationCall",
-    "OperationWatch",
     "Place",
     "RandomState",
     "Trace",
@@ -56,7 +49,6 @@ __all__ = [
     "has_fault",
     "is_received",
     "maker_module",
-    "nonfinite_entries",
     "paired_random",
     "plain",
     "position",

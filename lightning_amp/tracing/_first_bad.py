@@ -14,12 +14,6 @@ from lightning_amp.tracing._operations import CASTS, SUMMING
 from lightning_amp.tracing._trace import FUNCTION, Call, Gradient, Taken, Trace, floating_in
 
 
-def nonfinite_entries(values: Any) -> tuple[tuple[str, int], ...]:
-    """List path and number of non-finite values in nested containers: `(("['x']", 3),)`. This waits for the device."""
-    counts = ((path, int(count_nonfinite(tensor))) for path, tensor in floating_in(values))
-    return tuple((path, count) for path, count in counts if count)
-
-
 def bad_entries(batch: Any) -> tuple[tuple[str, int, int, tuple[int, ...], str], ...]:
     """List the bad parts of a batch, with path, counts, first index and kind. This waits for the device."""
     found: list[tuple[str, int, int, tuple[int, ...], str]] = []

@@ -41,8 +41,6 @@ ENDS_AT_ONE = {"acos", "asin", "atanh"}
 """Operations whose derivative is infinite at 1 and -1."""
 ONE_SIDED = {"sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "logit", *ENDS_AT_ONE}
 """Operations whose result is NaN on one side of their pole."""
-POLES = {"log", "log2", "log10", "logit", "xlogy", "div", "reciprocal"}
-"""Operations whose result of minus infinity is not a mask."""
 NORMS = {"norm", "vector_norm"}
 EXPONENTIALS = {"exp", "expm1", "exp2", "cosh", "sinh"}
 REDUCTIONS = {"mean", "std", "var", "max", "min", "amax", "amin", "nanmean", "median", "mse_loss", "l1_loss",
@@ -56,14 +54,11 @@ SOFTMAXES = {"softmax", "log_softmax", "logsumexp", "cross_entropy", "scaled_dot
              "multi_head_attention_forward", "softmin", "gumbel_softmax"}  # fmt: skip
 ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 CASTS = {"to", "float"}
-PRODUCTS_AND_SUMS = PRODUCTS = {"mul", "matmul", "bmm", "sub", "add"}
+PRODUCTS = {"mul", "matmul", "bmm", "sub", "add"}
 """Operations of two tensors: 0 times infinity, and infinity minus infinity, are NaN."""
 LITERALS = {"masked_fill", "where", "full", "new_full", "full_like", "tensor", "as_tensor", "new_tensor", "fill",
             "assignment", "index_fill", "scatter", "pad"}  # fmt: skip
 """Operations that write a given value: if it is infinite, the code wrote it on purpose."""
-COMPARISONS_WITH_TARGETS = {"sub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "pairwise_distance",
-                            "cosine_similarity"}  # fmt: skip
-"""Operations whose large relative error is no fault: a good prediction minus its target is small."""
 
 
 @final
@@ -73,14 +68,12 @@ class Known(NamedTuple):
     Attributes:
         name: The name in user code: `"div"`, in place `"div_"`.
         known_as: The operation that has its arguments: `1 / x` is a `"div"` with the arguments of `"reciprocal"`.
-        written: Torch's own name: `"__truediv__"`.
         is_collective: Its result depends on values of other ranks, and may not be there when it returns.
 
     """
 
     name: str
     known_as: str
-    written: str
     is_in_place: bool
     is_collective: bool = False
 
@@ -96,7 +89,7 @@ def known_operation(func: Any) -> Known | None:
         return None
     name = f"{name}_" if in_place else name
     known_as = "reciprocal" if written in _REVERSED else name
-    return Known(name, known_as, written, in_place or name == "assignment", _takes_values_of_others(func))
+    return Known(name, known_as, in_place or name == "assignment", _takes_values_of_others(func))
 
 
 def plain(name: str) -> str:
@@ -145,14 +138,6 @@ def argument_of(name: str, args: Any, kwargs: Any) -> Any:
     if name == "xlogy" and len(args) > 1:
         return args[1]
     return args[0] if args else kwargs.get("input")
-
-
-def pole_of(name: str, args: Any, kwargs: Any) -> Tensor | None:
-    """Return the tensor that must not be 0, or at another pole; `None` for other operations."""
-    if plain(name) not in ROOTS or not has_roots(name, args, kwargs):
-        return None
-    value = argument_of(name, args, kwargs)
-    return value if isinstance(value, Tensor) else None
 
 
 def has_roots(name: str, args: Any, kwargs: Any) -> bool:

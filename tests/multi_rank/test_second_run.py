@@ -201,40 +201,35 @@ def test_a_fault_is_named_with_rank_and_line_by_the_same_words_on_all_ranks(
 
 
 @pytest.mark.parametrize("name", ["fault, validation", pytest.param("fault, validation, tp", marks=pytest.mark.slow)])
-def test_a_fault_in_validation_alone_is_named_with_module_line_and_remedy(name: str, ranks_of: Any) -> None:
+def test_a_fault_in_validation_alone_is_named_with_module_and_remedy(name: str, ranks_of: Any) -> None:
     ranks = ranks_of(2, name)
     for rank in ranks:
         assert rank["reports"] == []
         assert rank["metric"] == ranks[0]["metric"]
-        for text in ("rank 1", "`net.2` (Amplify)", '"return (x + 2) * 6e4', "works"):
+        for text in ("`net.2` (Amplify): its output is not finite in fp16", "(tried: works)"):
             assert text in rank["metric"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "where", "shard"),
+    ("name", "where"),
     [
-        ("shard of a weight", "net.1.up.weight", f", rank 1 ({ON_RANK_1} `data_parallel`)"),
-        ("shard of a weight, tp", "net.1.up.weight", f", rank 1 ({ON_RANK_1} `tensor_parallel`)"),
-        ("buffer", "net.2.factor", ", rank 1"),
+        ("shard of a weight", "net.1.up.weight"),
+        ("shard of a weight, tp", "net.1.up.weight"),
+        ("buffer", "net.2.factor"),
     ],
 )
-def test_a_bad_shard_or_buffer_in_validation_is_named_on_all_ranks(
-    name: str, where: str, shard: str, ranks_of: Any
-) -> None:
+def test_a_bad_shard_or_buffer_in_validation_is_named(name: str, where: str, ranks_of: Any) -> None:
     for rank in ranks_of(2, f"fault, {name}"):
-        assert f"values that are not finite in `{where}`" in rank["metric"]
-        assert shard in rank["metric"]
-        assert all(rank["metric"] in said for said in rank["said"])
-        assert "outside of all modules" not in "".join(rank["said"])
-        assert all(f"values that are not finite in `{where}`" in said for said in rank["said"])
+        assert rank["metric"] == ""
+        assert all("values that are not finite: " in said and f"`{where}`" in said for said in rank["said"])
 
 
 @pytest.mark.slow
 def test_no_cause_is_searched_with_other_weights_than_those_of_the_validation(ranks_of: Any) -> None:
     for rank in ranks_of(2, "fault, validation, swapped"):
-        assert "cause: not found" in rank["metric"]
-        assert "the weights changed before the end of the evaluation" in rank["metric"]
+        assert rank["metric"] == ""
+        assert all("the first batches of the evaluation do not show why" in said for said in rank["said"])
 
 
 @pytest.mark.parametrize(("size", "name"), cases(NUMBERS, QUICK_NUMBERS))

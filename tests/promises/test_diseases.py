@@ -91,7 +91,9 @@ def test_healthy(caplog: pytest.LogCaptureFixture) -> None:
     assert all(row.headroom_bits > 0 and row.underflow_fraction < 0.01 and row.sqnr_db > 40 for row in monitor.table)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert "ScaleMonitor: 0 of 8 steps skipped; scale 1024 -> 1024." in caplog.text
-    assert "At the loss scale 1024 the gradients fit into fp16. `DynamicLossScaler(init_scale=2.0**" in caplog.text
+    assert "the gradient keeps 10 of 11 bits (66 dB)" in caplog.text
+    assert "At the loss scale 1024 it fits, with 5 bits of room." in caplog.text
+    assert "DynamicLossScaler" not in caplog.text  # no advice where nothing is lost
 
 
 def test_an_activation_of_1e5() -> None:
