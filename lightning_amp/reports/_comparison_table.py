@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import final, override
@@ -39,6 +39,7 @@ class ComparisonTable(SampledTable[ComparisonRow]):
 
     _header = ComparisonRow._fields
     _called = "comparison.table"
+    _titles = ("metric", "AMP", "fp32", "AMP - fp32", "relative")
 
     def __init__(
         self, rows: Iterable[ComparisonRow] = (), tolerance: float | Mapping[str, float] | None = None
@@ -107,11 +108,8 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         return self._exceeds(row), size
 
     @override
-    def _columns(self) -> tuple[Sequence[str], Callable[[ComparisonRow], Sequence[str]]]:
-        def cells(row: ComparisonRow) -> tuple[str, ...]:
-            return row.metric, f"{row.amp:.6g}", f"{row.fp32:.6g}", f"{row.diff:+.2e}", f"{row.relative_diff:+.2e}"
-
-        return ("metric", "AMP", "fp32", "AMP - fp32", "relative"), cells
+    def _written(self, row: ComparisonRow) -> Sequence[str]:
+        return row.metric, f"{row.amp:.6g}", f"{row.fp32:.6g}", f"{row.diff:+.2e}", f"{row.relative_diff:+.2e}"
 
 
 @final
@@ -129,6 +127,7 @@ class ModuleTable(SampledTable[ModuleRow]):
 
     _header = ModuleRow._fields
     _called = "comparison.module_table"
+    _titles = ("module", "calls", "SQNR", "between samples", "cosine", "RMS")
 
     @override
     def _key(self, row: ModuleRow) -> tuple[object, str]:
@@ -139,11 +138,6 @@ class ModuleTable(SampledTable[ModuleRow]):
         return math.inf if math.isnan(row.sqnr_db) else -min(row.sqnr_db, row.varying_sqnr_db)
 
     @override
-    def _columns(self) -> tuple[Sequence[str], Callable[[ModuleRow], Sequence[str]]]:
-        def cells(row: ModuleRow) -> tuple[str, ...]:
-            decibels = (
-                "not finite" if math.isnan(value) else f"{value:.1f} dB" for value in (row.sqnr_db, row.varying_sqnr_db)
-            )
-            return row.name or "(forward)", f"{row.num_calls}", *decibels, f"{row.cosine:.4f}", rounded(row.rms)
-
-        return ("module", "calls", "SQNR", "between samples", "cosine", "RMS"), cells
+    def _written(self, row: ModuleRow) -> Sequence[str]:
+        levels = ["not finite" if math.isnan(db) else f"{db:.1f} dB" for db in (row.sqnr_db, row.varying_sqnr_db)]
+        return row.name or "(forward)", f"{row.num_calls}", *levels, f"{row.cosine:.4f}", rounded(row.rms)

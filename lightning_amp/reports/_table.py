@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar, overload
 
 from typing_extensions import override
@@ -61,6 +61,7 @@ class SampledTable(Table[Row]):
     """A table that gets several rows in each sample. Printing the table shows the rows of the last sample."""
 
     _called: ClassVar[str]
+    _titles: Sequence[str]
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._samples: list[list[Row]] = []
@@ -111,8 +112,7 @@ class SampledTable(Table[Row]):
         rows = [row for row in (self.last if max_rows is None else self.worst_first()) if self._key(row)[1] != TOTAL]
         total = [row for row in self.last if self._key(row)[1] == TOTAL]
         shown = rows[:max_rows]
-        header, cells = self._columns()
-        return aligned([header, *map(cells, [*shown, *total])], len(shown), len(rows), self._called)
+        return aligned([self._titles, *map(self._written, [*shown, *total])], len(shown), len(rows), self._called)
 
     def worst_first(self) -> list[Row]:
         """Return the rows of the last sample, sorted."""
@@ -123,8 +123,8 @@ class SampledTable(Table[Row]):
         """Return a key that sorts the worst row last."""
 
     @abstractmethod
-    def _columns(self) -> tuple[Sequence[str], Callable[[Row], Sequence[str]]]:
-        """Return the header, and a function that writes the cells of a row."""
+    def _written(self, row: Row) -> Sequence[str]:
+        """Write the cells of a row."""
 
 
 def aligned(lines: Sequence[Sequence[str]], shown: int, known: int, table: str) -> str:
