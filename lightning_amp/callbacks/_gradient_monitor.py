@@ -230,7 +230,8 @@ class GradientMonitor(Callback):
             self._runs = trainer.world_size > 1  # do not turn off: the other ranks wait for this rank's figures
             then = ". Its batch is left out" if self._runs else ". It is off for the rest of this run"
         who = f"`GradientMonitor` on rank {trainer.global_rank}"
-        _messages.warn_on_this_rank(f"{who}: {failure.text}{then}, training goes on.")
+        if self._is_news(failure.reason):
+            _messages.warn_on_this_rank(f"{who}: {failure.text}{then}, training goes on.")
 
     def _judge(self, trainer: Trainer, sample: GradientSample, sampler: GradientSampler) -> None:
         """Try a setting against a new fault of the sample, and keep the words for the end of the fit."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -384,13 +384,11 @@ class MetricComparison(Callback):
         return is_news
 
 
-def _as_metrics(trainer: Trainer, rows: Iterable[ComparisonRow]) -> dict[str, torch.Tensor]:
+def _as_metrics(trainer: Trainer, rows: Sequence[ComparisonRow]) -> dict[str, torch.Tensor]:
     """Return three values for each row, as `trainer.callback_metrics` holds them."""
-    metrics: dict[str, float] = {}
-    for row in rows:
-        metrics[FP32_PREFIX + row.metric] = row.fp32
-        metrics[DIFF_PREFIX + row.metric] = row.diff
-        metrics[ABS_DIFF_PREFIX + row.metric] = abs(row.diff)
     device = trainer.strategy.root_device
+    values = ((FP32_PREFIX, "fp32"), (DIFF_PREFIX, "diff"))
+    metrics = {prefix + row.metric: getattr(row, field) for row in rows for prefix, field in values}
+    metrics |= {ABS_DIFF_PREFIX + row.metric: abs(row.diff) for row in rows}
     # Some devices have no float64.
     return {key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in metrics.items()}

@@ -139,7 +139,11 @@ def nonfinite_names(trainer: Trainer, module: LightningModule, compared: PairedE
     shards = bad_shards(trainer, module)  # `None` for a module that is not sharded
     named = [*module.named_buffers(), *(module.named_parameters() if shards is None else ())]
     named += [(f"batch{path}", t) for one in compared.kept for path, t in tensors_in(one.batch)]
-    mine = {_modules.plain_name(name) for name, t in named if t.is_floating_point() and bool(count_nonfinite(t))}
+    mine: set[str] = set()
+    for name, tensor in named:
+        with suppress(Exception):  # such as a quantized tensor, which cannot be looked at
+            if tensor.is_floating_point() and count_nonfinite(tensor):
+                mine.add(_modules.plain_name(name))
     return sorted({*(shards or ())}.union(*gather(trainer, mine)))
 
 

@@ -30,7 +30,8 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         print(comparison.table.to_text(max_rows=None))
 
     Behaves like a list of `ComparisonRow`; `str(table)` is a short text table of the last comparison. Its first rows
-    are the metrics that exceed their tolerance, then the largest relative differences.
+    are the metrics that exceed their tolerance, then the largest relative differences. If there are more than 200
+    comparisons, every second one of the older half is dropped.
 
     Args:
         rows: The first rows.
@@ -80,9 +81,8 @@ class ComparisonTable(SampledTable[ComparisonRow]):
 
     def suspect(self) -> ComparisonRow | None:
         """Return the worst metric of the last comparison, if it exceeds its tolerance or went clearly wrong."""
-        rows = [row for row in self.worst_first() if self._exceeds(row) or row.is_suspicious]
-        rows += [row for row in self.last if not math.isfinite(row.amp)]
-        return rows[0] if rows else None
+        rows = [row for row in self.worst_first() if self._exceeds(row) or row.went_wrong]
+        return min(rows, key=lambda row: (not self._exceeds(row), math.isfinite(row.amp)), default=None)
 
     def exceeding(self) -> str:
         """Name the metrics of the last comparison that exceed their tolerance, the worst first; "" if none does."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import final, override
@@ -16,8 +16,6 @@ from lightning_amp.reports._table import MAX_ROWS, SampledTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_MAX_SAMPLES = 200
 
 
 @final
@@ -39,13 +37,6 @@ class GradientTable(SampledTable[GradientRow]):
     @override
     def _key(self, row: GradientRow) -> tuple[object, str]:
         return row.step, row.name
-
-    @override
-    def add(self, rows: Iterable[GradientRow]) -> None:
-        super().add(rows)
-        if len(self._samples) > _MAX_SAMPLES:
-            half = _MAX_SAMPLES // 2
-            self._samples = self._samples[:half:2] + self._samples[half:]
 
     @property
     def in_fp16(self) -> bool:

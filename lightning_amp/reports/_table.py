@@ -17,6 +17,8 @@ from lightning_amp.findings import TOTAL
 MAX_ROWS = 15
 """The default for the largest number of rows in a text or a picture."""
 
+_MAX_SAMPLES = 200
+
 Row = TypeVar("Row")
 
 
@@ -80,8 +82,11 @@ class SampledTable(Table[Row]):
         """Return a value that all rows of a sample share, and the name of the row."""
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Append the rows of one sample."""
+        """Append the rows of one sample. Of more than 200, every second one of the older half is dropped."""
         self._samples.append(list(rows))
+        if len(self._samples) > _MAX_SAMPLES:
+            half = _MAX_SAMPLES // 2
+            self._samples = self._samples[:half:2] + self._samples[half:]
 
     @property
     def last(self) -> list[Row]:

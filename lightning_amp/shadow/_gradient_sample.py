@@ -68,7 +68,7 @@ class GradientSampler:
         try:
             mine = self._measure(scale, outputs, rules)
         except Exception as error:
-            if not isinstance(error, OtherRankFailedError):
+            if not rules and not isinstance(error, OtherRankFailedError):  # a trial may fail
                 self._on_failure(Failure.of(error, "the training step", f"the sample of step {step}"))
             self._clear()
         if trainer.world_size > 1:
