@@ -89,6 +89,9 @@ class GradientMonitor(Callback):
             sampled.
         by: Rows of the table: `"module"` or `"parameter"`.
 
+    Attributes:
+        table: The rows of all samples (`step, name, scale, num_values, ...`). Prints the latest.
+
     Raises:
         ValueError: If an argument is out of its range.
 
@@ -116,15 +119,10 @@ class GradientMonitor(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        self._table, self._verdict, self._said = GradientTable(), "", set[str]()
+        self.table, self._verdict, self._said = GradientTable(), "", set[str]()
         self._next_step, self._largest, self._last_scale = 0, 0.0, math.inf
         self._runs = True
         self._found: dict[tuple[str, bool], LostPrecision | TriedRemedy | None] = {}
-
-    @property
-    def table(self) -> GradientTable:
-        """Return the rows of all samples (`step, name, scale, num_values, ...`). Prints the latest."""
-        return self._table
 
     @property
     def recommended_scale(self) -> float | None:
@@ -151,7 +149,7 @@ class GradientMonitor(Callback):
             ModuleNotFoundError: If matplotlib is not installed (`pip install matplotlib`).
             ValueError: If the quantity is not one of these, or `max_rows` is not a number of rows.
         """
-        return self._table.plot(quantity, path, max_rows=max_rows)
+        return self.table.plot(quantity, path, max_rows=max_rows)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -178,7 +176,7 @@ class GradientMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._runs or len(self._table.last) != len(self._table):  # there are several samples
+        if not self._runs or len(self.table.last) != len(self.table):  # there are several samples
             return
         goes_on = not trainer.is_last_batch or trainer.current_epoch + 1 != trainer.max_epochs
         if trainer.should_stop or 0 < trainer.max_steps <= trainer.global_step or not goes_on:
@@ -191,7 +189,7 @@ class GradientMonitor(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        rows = [list(row) for row in self._table]
+        rows = [list(row) for row in self.table]
         return {"rows": rows, "largest": self._largest, "next_step": self._next_step, "verdict": self._verdict}
 
     @override
@@ -203,7 +201,7 @@ class GradientMonitor(Callback):
         saved = Saved(state_dict, "GradientMonitor")
         largest, next_step = saved.number("largest"), saved.count("next_step")
         rows, verdict = saved.rows("rows", GradientRow), str(saved.any("verdict"))
-        self._table, self._largest, self._next_step = GradientTable(rows), largest, next_step
+        self.table, self._largest, self._next_step = GradientTable(rows), largest, next_step
         self._verdict = verdict
 
     # -- work ----------------------------------------------------------------------------------------------------------
@@ -216,7 +214,7 @@ class GradientMonitor(Callback):
         sample = sampler.take(_scale(trainer))
         if sample is None:
             return
-        self._table.add(sample.rows)
+        self.table.add(sample.rows)
         total = sample.rows[-1]
         if math.isfinite(total.largest):
             self._largest = max(self._largest, total.largest)
@@ -232,7 +230,8 @@ class GradientMonitor(Callback):
             self._runs = trainer.world_size > 1  # do not turn off: the other ranks wait for this rank's figures
             then = ". Its batch is left out" if self._runs else ". It is off for the rest of this run"
         who = f"`GradientMonitor` on rank {trainer.global_rank}"
-        _messages.warn_on_this_rank(f"{who}: {failure.text}{then}, training goes on.")
+        if self._is_news(failure.reason):
+            _messages.warn_on_this_rank(f"{who}: {failure.text}{then}, training goes on.")
 
     def _judge(self, trainer: Trainer, sample: GradientSample, sampler: GradientSampler) -> None:
         """Try a setting against a new fault of the sample, and keep the words for the end of the fit."""

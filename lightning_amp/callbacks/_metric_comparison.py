@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -125,6 +125,11 @@ class MetricComparison(Callback):
         on_exceed: `"warn"`, or `"raise"` a `RuntimeError` at the end of the validation, on all ranks.
         by_module: Also compare the outputs of each module, over all compared batches: :attr:`module_table`. It costs a
             copy of all activations of one fp32 step, and some passes over them. Compiled modules are left out.
+
+    Attributes:
+        table: All values compared so far, in rows of `epoch, step, metric, amp, fp32, diff, relative_diff`.
+        module_table: The outputs of modules compared so far; empty without `by_module=True`.
+        report: The module to blame for a metric that went wrong, and what was tried; `None` if none did so far.
     """
 
     def __init__(
@@ -159,37 +164,22 @@ class MetricComparison(Callback):
         self._begin_run()
 
     def _forget(self) -> None:
-        self._table = ComparisonTable(tolerance=self.tolerance)
-        self._module_table = ModuleTable()
+        self.table = ComparisonTable(tolerance=self.tolerance)
+        self.module_table = ModuleTable()
         self._num_validations = self._num_searches = 0
-        self._report: LostPrecision | None = None
-
-    @property
-    def table(self) -> ComparisonTable:
-        """Return all values compared so far, in rows of `epoch, step, metric, amp, fp32, diff, relative_diff`."""
-        return self._table
-
-    @property
-    def module_table(self) -> ModuleTable:
-        """Return the outputs of modules compared so far; empty without `by_module=True`."""
-        return self._module_table
-
-    @property
-    def report(self) -> LostPrecision | None:
-        """Return the module to blame for a metric that went wrong, and what was tried; `None` if none did so far."""
-        return self._report
+        self.report: LostPrecision | None = None
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write `.table` as CSV, with a header line, to a path or a URL. The file appears whole or not at all."""
-        self._table.to_csv(path)
+        self.table.to_csv(path)
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, max_rows: int | None = MAX_ROWS) -> Figure:
         """Draw each metric over epochs, in AMP and fp32, and the difference, as `table.plot` does."""
-        return self._table.plot(path, max_rows=max_rows)
+        return self.table.plot(path, max_rows=max_rows)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        rows, module_rows = ([list(row) for row in table] for table in (self._table, self._module_table))
+        rows, module_rows = ([list(row) for row in table] for table in (self.table, self.module_table))
         return {"rows": rows, "module_rows": module_rows, "num_validations": self._num_validations}
 
     @override
@@ -200,9 +190,9 @@ class MetricComparison(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = Saved(state_dict, "MetricComparison")
         num_validations, module_rows = saved.count("num_validations"), saved.rows("module_rows", ModuleRow)
-        self._table = ComparisonTable(saved.rows("rows", ComparisonRow), tolerance=self.tolerance)
-        self._module_table, self._num_validations = ModuleTable(module_rows), num_validations
-        self._resumed = bool(self._table)
+        self.table = ComparisonTable(saved.rows("rows", ComparisonRow), tolerance=self.tolerance)
+        self.module_table, self._num_validations = ModuleTable(module_rows), num_validations
+        self._resumed = bool(self.table)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -233,7 +223,7 @@ class MetricComparison(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resumed:  # callbacks that read a value before this run's first comparison find the previous values
-            add_callback_metrics(trainer, _as_metrics(trainer, self._table.last))
+            add_callback_metrics(trainer, _as_metrics(trainer, self.table.last))
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -297,7 +287,7 @@ class MetricComparison(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._table:
+        if self.table:
             self._print()
 
     @override
@@ -325,7 +315,7 @@ class MetricComparison(Callback):
         amp, fp32, epoch = compared.amp, compared.fp32, trainer.current_epoch
         if self.by_module:
             sums = compared.modules.items()
-            self._module_table.add(ModuleRow.of(epoch, trainer.global_step, name, one) for name, one in sums)
+            self.module_table.add(ModuleRow.of(epoch, trainer.global_step, name, one) for name, one in sums)
         if amp.keys() != fp32.keys() and self._is_news("one side"):
             _messages.warn(describe_one_sided(sorted(amp.keys() ^ fp32.keys())))
         self._check_names(trainer, module, sorted((amp.keys() | fp32.keys()) - _AXES))
@@ -337,7 +327,7 @@ class MetricComparison(Callback):
             metrics = _as_metrics(trainer, rows)
             add_callback_metrics(trainer, metrics)
             step = log_evaluation_metrics(trainer, metrics, amp.get("step"))
-            self._table.add(row._replace(step=step) for row in rows)
+            self.table.add(row._replace(step=step) for row in rows)
             if trainer.state.fn != "fit":
                 self._print()
         self._judge(trainer, module, compared, is_new=bool(rows))
@@ -356,7 +346,7 @@ class MetricComparison(Callback):
 
     def _judge(self, trainer: Trainer, module: LightningModule, compared: PairedEvaluation, *, is_new: bool) -> None:
         """Warn of a metric that went wrong, once with its module, or raise. All ranks must call this."""
-        ranks = gather(trainer, (self._table.suspect(), self._table.exceeding()) if is_new else (None, ""))
+        ranks = gather(trainer, (self.table.suspect(), self.table.exceeding()) if is_new else (None, ""))
         row = next((row for row, _ in ranks if row is not None), None)
         exceeding = next((text for _, text in ranks if text), "")
         if row is None:
@@ -372,7 +362,7 @@ class MetricComparison(Callback):
             report = lost_in_evaluation(trainer, module, compared, row)
         is_certain = report is not None and report.is_cured and report.output_sqnr_db < WRONG_DB
         if exceeding or (searches and (is_certain or not math.isfinite(row.amp))):
-            self._report, self._num_searches = self._report or report, _MAX_SEARCHES
+            self.report, self._num_searches = self.report or report, _MAX_SEARCHES
             text = describe_difference(row, exceeding, report, searches)
             if exceeding and self.on_exceed == "raise":
                 raise RuntimeError(text)
@@ -381,7 +371,7 @@ class MetricComparison(Callback):
     # -- words ---------------------------------------------------------------------------------------------------------
 
     def _print(self) -> None:
-        _messages.info(describe_comparison(self._table.worst_first()))
+        _messages.info(describe_comparison(self.table.worst_first()))
 
     def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
         """Warn, on the rank where it happened, of the failure that ended a comparison."""
@@ -394,13 +384,11 @@ class MetricComparison(Callback):
         return is_news
 
 
-def _as_metrics(trainer: Trainer, rows: Iterable[ComparisonRow]) -> dict[str, torch.Tensor]:
+def _as_metrics(trainer: Trainer, rows: Sequence[ComparisonRow]) -> dict[str, torch.Tensor]:
     """Return three values for each row, as `trainer.callback_metrics` holds them."""
-    metrics: dict[str, float] = {}
-    for row in rows:
-        metrics[FP32_PREFIX + row.metric] = row.fp32
-        metrics[DIFF_PREFIX + row.metric] = row.diff
-        metrics[ABS_DIFF_PREFIX + row.metric] = abs(row.diff)
     device = trainer.strategy.root_device
+    values = ((FP32_PREFIX, "fp32"), (DIFF_PREFIX, "diff"))
+    metrics = {prefix + row.metric: getattr(row, field) for row in rows for prefix, field in values}
+    metrics |= {ABS_DIFF_PREFIX + row.metric: abs(row.diff) for row in rows}
     # Some devices have no float64.
     return {key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in metrics.items()}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -40,37 +40,16 @@ _GONE = 0.25  # a setting works if at most this share of the difference remains
 def furthest_module(modules: Mapping[str, ModuleSums], precision: str) -> LostPrecision | None:
     """Return the module whose output is furthest from fp32 although its inputs are close; `None` if there is none.
 
-    The module without a name stands for the step, and is left out. If a module inside loses nearly as much, it is the
-    answer.
+    The module without a name stands for the step, and is left out. Of modules that lose nearly as much, the first one
+    that ended is returned, so an inner one.
     """
-    found = {
-        name: LostPrecision(name, one.kind, precision, one.input_db, one.output_db)
+    found = [
+        LostPrecision(name, one.kind, precision, one.input_db, one.output_db)
         for name, one in modules.items()
         if name and one.output_db < one.input_db - _ONE_BIT_DB
-    }
-    best = min(found.values(), key=lambda one: one.output_sqnr_db, default=None)
-    while best is not None:
-        limit = best.output_sqnr_db + _ONE_BIT_DB
-        inside = [one for name, one in found.items() if name.startswith(f"{best.module}.")]
-        inside = [one for one in inside if one.output_sqnr_db <= limit]
-        if not inside:
-            break
-        best = min(inside, key=lambda one: one.output_sqnr_db)
-    return best
-
-
-@contextmanager
-def quiet_passes() -> Generator[None]:
-    """Return the context of second runs: without torch's fast path, which does not call inner modules, or warnings."""
-    mha = torch.backends.mha
-    fast = mha.get_fastpath_enabled()
-    try:
-        mha.set_fastpath_enabled(False)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the real step already raised each of these warnings
-            yield
-    finally:
-        mha.set_fastpath_enabled(fast)
+    ]
+    least = min((one.output_sqnr_db for one in found), default=0.0)
+    return next((one for one in found if one.output_sqnr_db <= least + _ONE_BIT_DB), None)
 
 
 def lost_in_evaluation(
@@ -96,7 +75,7 @@ def lost_in_evaluation(
 
     tried: list[TriedRemedy] = []
     found = None
-    with quiet_passes(), suppress(Exception):  # such as out of memory; the difference stands in the table
+    with suppress(Exception):  # such as out of memory; the difference stands in the table
         sides = gather(trainer, run("fp32", "amp"))
         found = furthest_module(outputs.sums_of_all_ranks(trainer), precision_of(trainer))
         if found is None or not any(_shows(row, *side) for side in sides):
@@ -121,8 +100,12 @@ def _evaluate(
     metric: str,
 ) -> list[float]:
     """Run batches through each pass, the last one with modules in fp32, and return the metric of each pass."""
-    device_type = passes[0].device_type
-    with ExitStack() as closing:
+    device_type, mha = passes[0].device_type, torch.backends.mha
+    with ExitStack() as closing, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the real step already raised each of these warnings
+        # the fast path of torch's transformer layers does not call their inner modules
+        closing.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
         for one in passes:
             closing.callback(one.close)
         if rules:
@@ -156,7 +139,11 @@ def nonfinite_names(trainer: Trainer, module: LightningModule, compared: PairedE
     shards = bad_shards(trainer, module)  # `None` for a module that is not sharded
     named = [*module.named_buffers(), *(module.named_parameters() if shards is None else ())]
     named += [(f"batch{path}", t) for one in compared.kept for path, t in tensors_in(one.batch)]
-    mine = {_modules.plain_name(name) for name, t in named if t.is_floating_point() and bool(count_nonfinite(t))}
+    mine: set[str] = set()
+    for name, tensor in named:
+        with suppress(Exception):  # such as a quantized tensor, which cannot be looked at
+            if tensor.is_floating_point() and count_nonfinite(tensor):
+                mine.add(_modules.plain_name(name))
     return sorted({*(shards or ())}.union(*gather(trainer, mine)))
 
 

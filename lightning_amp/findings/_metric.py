@@ -53,11 +53,11 @@ class ComparisonRow(NamedTuple):
         return abs(self.diff) > tolerance
 
     @property
-    def is_suspicious(self) -> bool:
-        """Return whether the AMP value is not finite where fp32 is, or differs by more than a quarter."""
-        if not math.isfinite(self.fp32):
-            return False
-        return not math.isfinite(self.amp) or abs(self.diff) > 0.25 * min(abs(self.amp), abs(self.fp32))
+    def went_wrong(self) -> bool:
+        """Return whether the AMP value is not finite, or differs from the fp32 value by more than a quarter."""
+        if not math.isfinite(self.amp) or not math.isfinite(self.fp32):
+            return not math.isfinite(self.amp)
+        return abs(self.diff) > 0.25 * min(abs(self.amp), abs(self.fp32))
 
 
 @final

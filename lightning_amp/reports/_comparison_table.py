@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import final, override
@@ -30,7 +30,8 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         print(comparison.table.to_text(max_rows=None))
 
     Behaves like a list of `ComparisonRow`; `str(table)` is a short text table of the last comparison. Its first rows
-    are the metrics that exceed their tolerance, then the largest relative differences.
+    are the metrics that exceed their tolerance, then the largest relative differences. If there are more than 200
+    comparisons, every second one of the older half is dropped.
 
     Args:
         rows: The first rows.
@@ -39,6 +40,7 @@ class ComparisonTable(SampledTable[ComparisonRow]):
 
     _header = ComparisonRow._fields
     _called = "comparison.table"
+    _titles = ("metric", "AMP", "fp32", "AMP - fp32", "relative")
 
     def __init__(
         self, rows: Iterable[ComparisonRow] = (), tolerance: float | Mapping[str, float] | None = None
@@ -79,9 +81,8 @@ class ComparisonTable(SampledTable[ComparisonRow]):
 
     def suspect(self) -> ComparisonRow | None:
         """Return the worst metric of the last comparison, if it exceeds its tolerance or went clearly wrong."""
-        rows = [row for row in self.worst_first() if self._exceeds(row) or row.is_suspicious]
-        rows += [row for row in self.last if not math.isfinite(row.amp)]
-        return rows[0] if rows else None
+        rows = [row for row in self.worst_first() if self._exceeds(row) or row.went_wrong]
+        return min(rows, key=lambda row: (not self._exceeds(row), math.isfinite(row.amp)), default=None)
 
     def exceeding(self) -> str:
         """Name the metrics of the last comparison that exceed their tolerance, the worst first; "" if none does."""
@@ -107,11 +108,8 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         return self._exceeds(row), size
 
     @override
-    def _columns(self) -> tuple[Sequence[str], Callable[[ComparisonRow], Sequence[str]]]:
-        def cells(row: ComparisonRow) -> tuple[str, ...]:
-            return row.metric, f"{row.amp:.6g}", f"{row.fp32:.6g}", f"{row.diff:+.2e}", f"{row.relative_diff:+.2e}"
-
-        return ("metric", "AMP", "fp32", "AMP - fp32", "relative"), cells
+    def _written(self, row: ComparisonRow) -> Sequence[str]:
+        return row.metric, f"{row.amp:.6g}", f"{row.fp32:.6g}", f"{row.diff:+.2e}", f"{row.relative_diff:+.2e}"
 
 
 @final
@@ -129,6 +127,7 @@ class ModuleTable(SampledTable[ModuleRow]):
 
     _header = ModuleRow._fields
     _called = "comparison.module_table"
+    _titles = ("module", "calls", "SQNR", "between samples", "cosine", "RMS")
 
     @override
     def _key(self, row: ModuleRow) -> tuple[object, str]:
@@ -139,11 +138,6 @@ class ModuleTable(SampledTable[ModuleRow]):
         return math.inf if math.isnan(row.sqnr_db) else -min(row.sqnr_db, row.varying_sqnr_db)
 
     @override
-    def _columns(self) -> tuple[Sequence[str], Callable[[ModuleRow], Sequence[str]]]:
-        def cells(row: ModuleRow) -> tuple[str, ...]:
-            decibels = (
-                "not finite" if math.isnan(value) else f"{value:.1f} dB" for value in (row.sqnr_db, row.varying_sqnr_db)
-            )
-            return row.name or "(forward)", f"{row.num_calls}", *decibels, f"{row.cosine:.4f}", rounded(row.rms)
-
-        return ("module", "calls", "SQNR", "between samples", "cosine", "RMS"), cells
+    def _written(self, row: ModuleRow) -> Sequence[str]:
+        levels = ["not finite" if math.isnan(db) else f"{db:.1f} dB" for db in (row.sqnr_db, row.varying_sqnr_db)]
+        return row.name or "(forward)", f"{row.num_calls}", *levels, f"{row.cosine:.4f}", rounded(row.rms)

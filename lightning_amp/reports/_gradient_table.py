@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import final, override
@@ -16,8 +16,6 @@ from lightning_amp.reports._table import MAX_ROWS, SampledTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_MAX_SAMPLES = 200
 
 
 @final
@@ -39,13 +37,6 @@ class GradientTable(SampledTable[GradientRow]):
     @override
     def _key(self, row: GradientRow) -> tuple[object, str]:
         return row.step, row.name
-
-    @override
-    def add(self, rows: Iterable[GradientRow]) -> None:
-        super().add(rows)
-        if len(self._samples) > _MAX_SAMPLES:
-            half = _MAX_SAMPLES // 2
-            self._samples = self._samples[:half:2] + self._samples[half:]
 
     @property
     def in_fp16(self) -> bool:
@@ -73,25 +64,22 @@ class GradientTable(SampledTable[GradientRow]):
             measures += [row.headroom_bits, 10 * (1 - row.underflow_fraction)]
         return math.inf if any(map(math.isnan, measures)) else -min(measures)
 
+    @property
     @override
-    def _columns(self) -> tuple[Sequence[str], Callable[[GradientRow], Sequence[str]]]:
-        own = ("to zero", "subnormal", "headroom") if self.in_fp16 else ()
-        return ("name", *own, "keeps", "SQNR", "cosine"), _fp16_cells if self.in_fp16 else _cells
+    def _titles(self) -> Sequence[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return ("name", *(("to zero", "subnormal", "headroom") if self.in_fp16 else ()), "keeps", "SQNR", "cosine")
 
-
-def _fp16_cells(row: GradientRow) -> tuple[str, ...]:
-    name, *more = _cells(row)
-    room = f"{row.headroom_bits:.1f} bits" if math.isfinite(row.headroom_bits) else more[1]
-    return name, f"{row.underflow_fraction:.1%}", f"{row.subnormal_fraction:.1%}", room, *more
-
-
-def _cells(row: GradientRow) -> tuple[str, ...]:
-    """Write bits, SQNR and cosine. If they are not finite, write whether the fp32 gradient itself is."""
-    if row.largest == 0:
-        return row.name, "", "all zero", ""
-    cosine = "" if math.isnan(row.cosine) else f"{row.cosine:.4f}"
-    if math.isfinite(row.sqnr_db):
-        return row.name, bits_kept(row.sqnr_db, row.precision), f"{row.sqnr_db:.1f} dB", cosine
-    if math.isinf(row.sqnr_db):
-        return row.name, bits_kept(row.sqnr_db, row.precision), "equal" if row.sqnr_db > 0 else "zero in fp32", cosine
-    return row.name, "", "overflow" if math.isfinite(row.largest) else "not finite in fp32", cosine
+    @override
+    def _written(self, row: GradientRow) -> Sequence[str]:
+        """Write bits, SQNR and cosine. If they are not finite, write whether the fp32 gradient itself is."""
+        keeps = "" if math.isnan(row.sqnr_db) or row.largest == 0 else bits_kept(row.sqnr_db, row.precision)
+        if row.largest == 0:
+            sqnr = "all zero"
+        elif math.isnan(row.sqnr_db):
+            sqnr = "overflow" if math.isfinite(row.largest) else "not finite in fp32"
+        else:
+            words = {math.inf: "equal", -math.inf: "zero in fp32"}
+            sqnr = words.get(row.sqnr_db, f"{row.sqnr_db:.1f} dB")
+        room = f"{row.headroom_bits:.1f} bits" if math.isfinite(row.headroom_bits) else sqnr
+        limits = (f"{row.underflow_fraction:.1%}", f"{row.subnormal_fraction:.1%}", room) if self.in_fp16 else ()
+        return row.name, *limits, keeps, sqnr, "" if math.isnan(row.cosine) else f"{row.cosine:.4f}"

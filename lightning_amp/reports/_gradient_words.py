@@ -71,7 +71,7 @@ def _healthy(sample: GradientSample, scale: float | None) -> str:
     *parts, total = sample.rows
     if math.isinf(total.sqnr_db):
         return "the gradient equals fp32."
-    least = min((row for row in parts if row.largest > 0), key=lambda row: row.sqnr_db, default=total)
+    least = min((row for row in parts if row.largest and row.sqnr_db > 0), key=lambda row: row.sqnr_db, default=total)
     text = f"the gradient keeps {bits_kept(total.sqnr_db, total.precision)} ({total.sqnr_db:.0f} dB)"
     text += f", in `{least.name}` {bits_kept(least.sqnr_db, least.precision)}."
     if total.precision != "fp16":

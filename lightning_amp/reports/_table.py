@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar, overload
 
 from typing_extensions import override
@@ -16,6 +16,8 @@ from lightning_amp.findings import TOTAL
 
 MAX_ROWS = 15
 """The default for the largest number of rows in a text or a picture."""
+
+_MAX_SAMPLES = 200
 
 Row = TypeVar("Row")
 
@@ -61,6 +63,7 @@ class SampledTable(Table[Row]):
     """A table that gets several rows in each sample. Printing the table shows the rows of the last sample."""
 
     _called: ClassVar[str]
+    _titles: Sequence[str]
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._samples: list[list[Row]] = []
@@ -79,8 +82,11 @@ class SampledTable(Table[Row]):
         """Return a value that all rows of a sample share, and the name of the row."""
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Append the rows of one sample."""
+        """Append the rows of one sample. Of more than 200, every second one of the older half is dropped."""
         self._samples.append(list(rows))
+        if len(self._samples) > _MAX_SAMPLES:
+            half = _MAX_SAMPLES // 2
+            self._samples = self._samples[:half:2] + self._samples[half:]
 
     @property
     def last(self) -> list[Row]:
@@ -111,8 +117,7 @@ class SampledTable(Table[Row]):
         rows = [row for row in (self.last if max_rows is None else self.worst_first()) if self._key(row)[1] != TOTAL]
         total = [row for row in self.last if self._key(row)[1] == TOTAL]
         shown = rows[:max_rows]
-        header, cells = self._columns()
-        return aligned([header, *map(cells, [*shown, *total])], len(shown), len(rows), self._called)
+        return aligned([self._titles, *map(self._written, [*shown, *total])], len(shown), len(rows), self._called)
 
     def worst_first(self) -> list[Row]:
         """Return the rows of the last sample, sorted."""
@@ -123,8 +128,8 @@ class SampledTable(Table[Row]):
         """Return a key that sorts the worst row last."""
 
     @abstractmethod
-    def _columns(self) -> tuple[Sequence[str], Callable[[Row], Sequence[str]]]:
-        """Return the header, and a function that writes the cells of a row."""
+    def _written(self, row: Row) -> Sequence[str]:
+        """Write the cells of a row."""
 
 
 def aligned(lines: Sequence[Sequence[str]], shown: int, known: int, table: str) -> str:

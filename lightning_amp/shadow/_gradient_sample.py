@@ -69,7 +69,7 @@ class GradientSampler:
         try:
             mine = self._measure(scale, outputs, rules)
         except Exception as error:
-            if not isinstance(error, OtherRankFailedError):
+            if not rules and not isinstance(error, OtherRankFailedError):  # a trial may fail
                 self._on_failure(Failure.of(error, "the training step", f"the sample of step {step}"))
             self._clear()
         if trainer.world_size > 1:
@@ -177,7 +177,9 @@ def _row(step: int, name: str, scale: float, added: Tensor, top: Tensor, precisi
     _, nans, zero, subnormal, counted = added[:5].tolist()
     signal, energy, _, product = added[5:9].tolist()
     number = max(counted, 1.0)
-    norm_ratio = math.sqrt(energy / signal) if signal > 0 else math.nan
+    norm_ratio, length = math.sqrt(energy / signal) if signal > 0 else math.nan, math.sqrt(signal) * math.sqrt(energy)
+    # 1 if both gradients are zero, 0 if one is, NaN if one is not finite
+    cosine = max(-1.0, min(1.0, product / length)) if length else float(signal == energy)
     top = torch.where(torch.tensor(nans > 0), torch.nan, top)
     return GradientRow(
         step,
@@ -188,17 +190,8 @@ def _row(step: int, name: str, scale: float, added: Tensor, top: Tensor, precisi
         subnormal_fraction=subnormal / number,
         headroom_bits=float(headroom_bits(top, "fp16", scale)),
         sqnr_db=float(fidelity(added[5:8])[0]),
-        cosine=_cosine(signal, energy, product),
+        cosine=cosine if math.isfinite(signal + energy + product) else math.nan,
         largest=float(top),
         norm_ratio=norm_ratio if math.isfinite(norm_ratio) else math.nan,
         precision=precision,
     )
-
-
-def _cosine(signal: float, energy: float, product: float) -> float:
-    """Return the cosine of two gradients: 1 if both are zero, 0 if one is, NaN if one is not finite."""
-    if not math.isfinite(signal + energy + product):
-        return math.nan
-    if signal == 0 or energy == 0:
-        return float(signal == energy)
-    return max(-1.0, min(1.0, product / math.sqrt(signal) / math.sqrt(energy)))

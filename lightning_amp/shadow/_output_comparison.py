@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -142,8 +142,10 @@ class _Watched(MethodOverride):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
-        inputs = self._comparison.inputs_of(args, kwargs)
+        inputs, kind = list[Tensor](), type(self.owner).__name__
+        with suppress(Exception):  # a tensor that cannot be looked at is left out; the user's module goes on
+            inputs = self._comparison.inputs_of(args, kwargs)
         output = self.inner(*args, **kwargs)
-        kind = type(self.owner).__name__
-        self._comparison.add(self._module_name, kind, inputs, output, compare=self._compare)
+        with suppress(Exception):
+            self._comparison.add(self._module_name, kind, inputs, output, compare=self._compare)
         return output

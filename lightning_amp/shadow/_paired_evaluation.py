@@ -76,8 +76,8 @@ class PairedEvaluation:
         self._failed = self._fatal = self._started = False
         self._loader_idx: int | None = None
         self._random_state: RandomState | None = None
-        self._amp_metrics: dict[str, Tensor] = {}  # metrics of the loaders before the present one
-        self._versions: list[int] = []
+        # the metrics of the loaders before the present one, and the versions of the parameters
+        self._amp_metrics, self._versions = dict[str, Tensor](), list[int]()
         self._outputs = OutputComparison() if by_module else None
         self._watching = ExitStack()  # the watch, entered during a batch of the real module
 

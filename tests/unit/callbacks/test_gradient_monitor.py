@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, MetricComparison
 from lightning_amp.callbacks import _gradient_monitor
 from lightning_amp.precision import scaled_grad, unscale_
-from lightning_amp.shadow import _gradient_sample
+from lightning_amp.shadow import GradientSampler
 
 KEYS = {_gradient_monitor.UNDERFLOW_FRACTION, _gradient_monitor.HEADROOM_BITS, _gradient_monitor.GRADIENT_SQNR_DB}
 
@@ -90,13 +90,14 @@ def test_the_recommended_scale_makes_the_run_healthy(factor: float) -> None:
 
 def test_between_samples_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    original = _gradient_sample.take_sample
+    original = GradientSampler.take
 
-    def take(trainer: L.Trainer, *args: Any, **kwargs: Any) -> Any:
-        calls.append(trainer.global_step)
-        return original(trainer, *args, **kwargs)
+    def take(sampler: GradientSampler, *args: Any, **kwargs: Any) -> Any:
+        found = original(sampler, *args, **kwargs)
+        calls.append(found.rows[-1].step)
+        return found
 
-    monkeypatch.setattr(_gradient_monitor, "take_sample", take)
+    monkeypatch.setattr(GradientSampler, "take", take)
     make = lambda params: torch.optim.AdamW(params, fused=True)  # noqa: E731
     fit(lambda: Toy(make), fp16(), callbacks=[GradientMonitor(3)])
     assert calls == [1, 3, 6]

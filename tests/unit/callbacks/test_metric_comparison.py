@@ -337,6 +337,33 @@ def test_dataloader_iter_is_refused() -> None:
     assert len(comparison.table) == 0
 
 
+@pytest.mark.parametrize("by_module", [False, True])
+def test_a_tensor_that_cannot_be_looked_at_ends_nothing(by_module: bool) -> None:
+    class Opaque(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.isfinite, torch.isnan, Tensor.float):
+                raise NotImplementedError("not for a quantized tensor")
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    class Wraps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.as_subclass(Opaque)
+
+    class Quantized(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.wraps = nn.Parameter(torch.ones(2).as_subclass(Opaque), requires_grad=False), Wraps()
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            super().validation_step(self.wraps(batch).as_subclass(Tensor), batch_idx)
+            self.log("bad", math.nan)
+
+    with pytest.warns(UserWarning, match="`bad` is nan in AMP, and nan in fp32 too"):
+        trainer = fit(MetricComparison(by_module=by_module), Quantized())
+    assert trainer.current_epoch == 2
+
+
 # --- with other callbacks, and after a resume ---
 
 

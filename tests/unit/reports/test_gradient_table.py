@@ -10,7 +10,7 @@ from support.tables import gradient_row, hundred_gradients
 
 from lightning_amp import GradientMonitor
 from lightning_amp.findings import GradientRow
-from lightning_amp.reports import GradientTable, _gradient_table
+from lightning_amp.reports import GradientTable, _table
 
 
 def usual(step: int, name: str, room: float = 3.0) -> GradientRow:
@@ -30,7 +30,7 @@ def test_table_prints_the_latest_sample_the_worst_first() -> None:
 
 
 def test_table_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_gradient_table, "_MAX_SAMPLES", 8)
+    monkeypatch.setattr(_table, "_MAX_SAMPLES", 8)
     table = GradientTable()
     for step in range(100):
         table.add([usual(step, "a"), usual(step, "(all)")])
