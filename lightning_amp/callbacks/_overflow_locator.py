@@ -23,7 +23,13 @@ from lightning_amp._files import child, location, write_atomically
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
 from lightning_amp._text import counted, named
-from lightning_amp.callbacks._trainers import is_log_point, log_metrics, require_lightning_trainer, why_not_twice
+from lightning_amp.callbacks._trainers import (
+    has_mixed_precision,
+    is_log_point,
+    log_metrics,
+    require_lightning_trainer,
+    why_not_twice,
+)
 from lightning_amp.causes.overflow import blank_report, explain, largest_weight, origins
 from lightning_amp.findings import StepRecord
 from lightning_amp.numerics import dense, stack_scalars
@@ -165,6 +171,8 @@ class OverflowLocator(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plugin = trainer.strategy.precision_plugin
         self._steps_seen = trainer.global_step
+        if not has_mixed_precision(self, trainer):
+            return
         _warn_of_bad_values(pl_module)
         if not isinstance(plugin, AmpPrecision):
             _messages.info(

@@ -199,6 +199,13 @@ def test_without_our_plugin_it_says_so(caplog: pytest.LogCaptureFixture) -> None
     assert "`OverflowLocator` has nothing to look at: the precision plugin MixedPrecision" in caplog.text
 
 
+def test_without_mixed_precision_it_stands_aside(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        trainer = fit(Toy, None, batches(2), callbacks=[OverflowLocator()])
+    assert "`OverflowLocator` stands aside: this run has no mixed precision" in caplog.text
+    assert "amp/overflows" not in trainer.callback_metrics
+
+
 @pytest.mark.filterwarnings(
     "ignore:You are using the `dataloader_iter` step flavor", "ignore:Found `dataloader_iter` argument"
 )
