@@ -328,15 +328,15 @@ class OverflowLocator(Callback):
     def _look(self, trainer: Trainer, module: LightningModule) -> None:
         """Find out why steps were skipped. A failure in here ends the search, and never the fit."""
         assert self._plugin is not None
-        steps, self._steps = self._steps, []
+        steps, self._steps, failure = self._steps, [], ""
         try:
             if steps and (self._window or self._failure):
-                self._explain(trainer, module, steps)
+                failure = self._explain(trainer, module, steps)
         except Exception as error:
-            self._failure = in_one_line(error)
-        if self._failure and (steps or trainer.world_size == 1):  # after a skip, all ranks stop together
-            reason, self._failure = self._failure, ""
-            _messages.warn(f"`OverflowLocator` looks no more: {reason}. Training goes on; skipped steps are counted.")
+            self._failure = in_one_line(error)  # several ranks stop together, at the next skip
+            failure = self._failure if trainer.world_size == 1 else ""
+        if failure:
+            _messages.warn(f"`OverflowLocator` looks no more: {failure}. Training goes on; skipped steps are counted.")
             self._stop_looking()
         num_attempted = self._plugin.records.num_attempted
         if num_attempted != self._num_attempted:  # the next window begins
@@ -345,10 +345,10 @@ class OverflowLocator(Callback):
         if self._is_complete:
             self._stop_looking()
 
-    def _explain(self, trainer: Trainer, module: LightningModule, steps: list[StepRecord]) -> None:
-        self._failure = next(filter(None, gather(trainer, self._failure)), "")
-        if self._failure:
-            return
+    def _explain(self, trainer: Trainer, module: LightningModule, steps: list[StepRecord]) -> str:
+        """Report steps; return the reason for which no rank looks any more, if there is one."""
+        if failure := next(filter(None, gather(trainer, self._failure)), ""):
+            return failure
         mine: Overflow | None = None
         for record in steps:
             if self._is_complete:
@@ -359,6 +359,7 @@ class OverflowLocator(Callback):
             else:  # the step of another optimizer, with the same batches
                 mine = replace(mine, record=record, scale_is=blank.scale_is)
             self._report(trainer, mine)
+        return ""
 
     def _report(self, trainer: Trainer, mine: Overflow) -> None:
         """Report a step to all ranks. All ranks make this call for the same step, because they agree on skips."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -106,16 +107,19 @@ def explain(
     """
     steps = list(window.kept)
     steps = steps[-min(gather(trainer, len(steps))) :]
-    report = replace(report, note=_edited(steps[-1]))
+    report, search = replace(report, note=_edited(steps[-1])), None
     with ExitStack() as stack:
         try:
             elsewhere = bad_shards(trainer, module)
             ranks = Lockstep(trainer)
             replay = ranks.run(lambda: stack.enter_context(closing(TrainingPass(trainer, module))))
-            return _Search(trainer, module, ranks, replay, report, elsewhere).explain(steps, known)
+            search = _Search(trainer, module, ranks, replay, report, elsewhere)
+            return search.explain(steps, known)
         except OtherRankFailedError:
-            return report
+            return report if search is None or search.found is None else search.found
         except Exception as error:
+            if search is not None and search.found is not None:
+                return search.found
             failure = Failure.of(error, "the training step", "the replay")
             too_large = ": there is no cause to report. A smaller batch needs less" * failure.out_of_memory
             return replace(report, note=failure.text + too_large)
@@ -150,18 +154,20 @@ class _Search:
         self._trainer, self._module, self._ranks, self._replay = trainer, module, ranks, replay
         self._blank, self._elsewhere = report, elsewhere
         self._used_scale = report.record.scale
+        self.found: Overflow | None = None  # as the step itself showed it
 
     def explain(self, steps: Sequence[KeptBatch], known: Collection[str]) -> Overflow:
         """Run the step as it was, at a lower scale, in fp32 and with remedies, as far as a rank needs it."""
         found: tuple[Overflow, _Run, KeptBatch] | None = None
         number, run = 0, None
         for number, step in enumerate(steps, start=1):
-            run = self._ranks.run(partial(self._run, step, scale=self._used_scale))
-            if found is None and run.is_bad:
-                found = self._as_it_was(run, step, number), run, step
+            run, seen = self._ranks.run(partial(self._as_it_was, step, number))
+            if found is None and seen is not None:
+                found = seen, run, step
             if self._ranks.all(found is not None):
                 break
         assert run is not None
+        self.found = None if found is None else found[0]
         report, run, step = found or (replace(self._blank, cause="not reproduced", num_replayed=number), run, steps[-1])
         is_origin = found is not None and report.position != RECEIVED
         is_new = found is not None and report.key not in known
@@ -173,8 +179,7 @@ class _Search:
         trials: list[dict[str, Any]] = []
         if self._ranks.any(is_new and has_fault(run.trace)):
             fp32_run = self._ranks.run(partial(self._in_fp32, step))
-        if is_new and fp32_run is not None:
-            report, trials = self._with_fp32(report, run, fp32_run, step)
+            report, trials = self._ranks.run(partial(self._with_fp32, report, run, fp32_run, step, is_new))
         is_scale = is_new and report.cause == "backward" and report.in_fp32 != "not finite"
         is_scale &= report.record.precision == "fp16"
         if self._ranks.any(is_scale):
@@ -189,15 +194,19 @@ class _Search:
         is_wrong = is_new and report.fitting_scale is None and fp32_run is None
         if self._ranks.any(is_wrong):
             fp32_run = self._ranks.run(partial(self._in_fp32, step))
-        if is_wrong and fp32_run is not None:
-            report, trials = self._with_fp32(report, run, fp32_run, step)
+            wrong, tries = self._ranks.run(partial(self._with_fp32, report, run, fp32_run, step, is_wrong))
+            report, trials = (wrong, tries) if is_wrong else (report, trials)
         is_new &= report.key not in known
         reference = fp32_run if isinstance(fp32_run, _Run) else run
         return self._try_all(report, trials if is_new else None, step, reference)
 
     # -- what one run shows --------------------------------------------------------------------------------------------
 
-    def _as_it_was(self, run: _Run, step: KeptBatch, number: int) -> Overflow:
+    def _as_it_was(self, step: KeptBatch, number: int) -> tuple[_Run, Overflow | None]:
+        """Run a step as training did, and name its cause if it is not finite."""
+        run = self._run(step, scale=self._used_scale)
+        if not run.is_bad:
+            return run, None
         unseen = run.trace.unseen
         note = f"{named(unseen)} is compiled by TorchScript, which cannot be looked into" if unseen else ""
         report = replace(
@@ -207,7 +216,7 @@ class _Search:
             parameters=self._blank.parameters or run.parameters,
             note="; ".join(filter(None, (_edited(step), note))),
         )
-        return self._named(report, first_bad(run.trace), run, step)
+        return run, self._named(report, first_bad(run.trace), run, step)
 
     def _named(
         self,
@@ -269,9 +278,11 @@ class _Search:
         return replace(report, fitting_scale=fitting, largest_gradient=largest)
 
     def _with_fp32(
-        self, report: Overflow, run: _Run, fp32_run: _Run | Failure, step: KeptBatch
+        self, report: Overflow, run: _Run, fp32_run: _Run | Failure, step: KeptBatch, is_wanted: bool
     ) -> tuple[Overflow, list[dict[str, Any]]]:
-        """Complete the report by the run in fp32, and choose the remedies to try."""
+        """Complete a wanted report by the run in fp32, and choose the remedies to try."""
+        if not is_wanted:
+            return report, []
         if isinstance(fp32_run, Failure):
             if "modified by an inplace operation" not in fp32_run.reason:
                 note = f"it could not be run in fp32 ({fp32_run.reason})"
@@ -382,7 +393,7 @@ class _Search:
         if "precision" in how:
             return f'AmpPrecision("{how["precision"]}")'
         if "rules" in how:
-            return f"fp32_modules=[{', '.join(map(_quoted, how['rules']))}]"
+            return f"fp32_modules={json.dumps(how['rules'])}"
         if "loss_in_fp32" in how:
             return "the loss in fp32 (autocast off, `.float()` on its inputs)"
         if how["scale"] < 1:
@@ -425,11 +436,8 @@ def origins(trainer: Trainer, found: Sequence[Overflow]) -> list[Overflow]:
 
 
 def _edited(step: KeptBatch) -> str:
-    if step.is_intact:
-        return ""
-    return (
-        "the step edited its batch in place, so that the replay saw an edited one; from the next batch on it is copied"
-    )
+    edited = "the step edited its batch in place, so that the replay saw an edited one; the next batches are copied"
+    return "" if step.is_intact else edited
 
 
 def _is_bad(value: Any) -> bool:
@@ -437,10 +445,6 @@ def _is_bad(value: Any) -> bool:
         return bool((value.is_floating_point() or value.is_complex()) and count_nonfinite(value))
     except Exception:  # a quantized tensor cannot be asked
         return False
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"'
 
 
 def _without_inner(names: Sequence[str]) -> tuple[str, ...]:
