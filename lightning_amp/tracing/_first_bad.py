@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lightning_amp.findings import Op
-from lightning_amp.numerics import count_nonfinite, dense
+from lightning_amp.numerics import dense
 from lightning_amp.tracing._operations import CASTS, SUMMING
 from lightning_amp.tracing._trace import FUNCTION, Call, Gradient, Taken, Trace, floating_in
 
 
 def bad_entries(batch: Any) -> tuple[tuple[str, int, int, tuple[int, ...], str], ...]:
-    """List the bad parts of a batch, with path, counts, first index and kind. This waits for the device."""
+    """List the bad tensors in a batch, with path, counts, first index and kind. This waits for the device."""
     found: list[tuple[str, int, int, tuple[int, ...], str]] = []
     for path, tensor in floating_in(batch):
-        count = int(count_nonfinite(tensor))
-        if count:
-            is_dense = tensor.layout is torch.strided and not tensor.is_nested
-            first = tuple((~torch.isfinite(tensor)).nonzero()[0].tolist()) if is_dense else ()
-            kind = "NaN" if bool(torch.isnan(dense(tensor)).any()) else "infinity"
-            found.append((path, count, tensor.numel(), first, kind))
+        with suppress(Exception):  # a quantized tensor cannot be asked
+            values = dense(tensor.detach())
+            bad = ~torch.isfinite(values)
+            if count := int(bad.sum()):
+                first = tuple(bad.nonzero()[0].tolist()) if values.shape == tensor.shape else ()
+                kind = "NaN" if bool(torch.isnan(values).any()) else "infinity"
+                found.append((path, count, values.numel(), first, kind))
     return tuple(found)
 
 

@@ -21,7 +21,6 @@ from lightning_amp.findings import StepRecord
 from lightning_amp.numerics import (
     FORMATS,
     HALF_DTYPES,
-    count_nonfinite,
     fitting_scale,
     largest_finite,
     nonfinite_gradients,
@@ -153,7 +152,7 @@ class _Search:
     ) -> None:
         self._trainer, self._module, self._ranks, self._replay = trainer, module, ranks, replay
         self._blank, self._elsewhere = report, elsewhere
-        self._used_scale = report.record.scale
+        self._used_scale, self._is_fp16 = report.record.scale, report.record.precision == "fp16"
         self.found: Overflow | None = None  # as the step itself showed it
 
     def explain(self, steps: Sequence[KeptBatch], known: Collection[str]) -> Overflow:
@@ -180,8 +179,7 @@ class _Search:
         if self._ranks.any(is_new and has_fault(run.trace)):
             fp32_run = self._ranks.run(partial(self._in_fp32, step))
             report, trials = self._ranks.run(partial(self._with_fp32, report, run, fp32_run, step, is_new))
-        is_scale = is_new and report.cause == "backward" and report.in_fp32 != "not finite"
-        is_scale &= report.record.precision == "fp16"
+        is_scale = self._is_fp16 and is_new and report.cause == "backward" and report.in_fp32 != "not finite"
         if self._ranks.any(is_scale):
             for scale in _SCALES:
                 lower = self._ranks.run(partial(self._run, step, scale=scale))
@@ -254,7 +252,7 @@ class _Search:
         bad = list(self._elsewhere or ())
         states = [*self._replay.module.named_buffers()]
         states += [] if self._elsewhere is not None else [*self._replay.module.named_parameters()]
-        bad += [_modules.plain_name(name) for name, value in states if _is_bad(value)]
+        bad += [_modules.plain_name(name) for name, value in states if bad_entries(value)]
         near = [name for name in bad if module and name.startswith(f"{module}.")]
         entries = bad_entries(step.batch)
         if near or (bad and not entries):
@@ -311,8 +309,8 @@ class _Search:
         return trials if call.module else [*trials, {"loss_in_fp32": True}]
 
     def _bf16(self) -> list[dict[str, Any]]:
-        is_fp16 = self._blank.record.precision == "fp16"
-        return [{"precision": "bf16"}] * (is_fp16 and "bf16" in runnable(self._trainer.strategy.root_device))
+        can_try = self._is_fp16 and "bf16" in runnable(self._trainer.strategy.root_device)
+        return [{"precision": "bf16"}] * can_try
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
@@ -438,13 +436,6 @@ def origins(trainer: Trainer, found: Sequence[Overflow]) -> list[Overflow]:
 def _edited(step: KeptBatch) -> str:
     edited = "the step edited its batch in place, so that the replay saw an edited one; the next batches are copied"
     return "" if step.is_intact else edited
-
-
-def _is_bad(value: Any) -> bool:
-    try:
-        return bool((value.is_floating_point() or value.is_complex()) and count_nonfinite(value))
-    except Exception:  # a quantized tensor cannot be asked
-        return False
 
 
 def _without_inner(names: Sequence[str]) -> tuple[str, ...]:
