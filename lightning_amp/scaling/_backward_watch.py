@@ -33,14 +33,21 @@ class BackwardWatch:
         self._scaled: dict[int, weakref.ref[Any]] = {}  # the gradient that a scaled backward left, by parameter
         self._plain: set[int] = set()  # parameters whose latest backward was not scaled
         self.handles: dict[int, Any] = {}
+        self._first: dict[int, Any] = {}  # the watched parameters of the optimizers
+        self._before: list[Any] = []  # their gradients when a scaled backward began
 
     def __enter__(self) -> None:
         """Begin the backward of a loss that carries the loss scale."""
         self.in_scaled_backward = True
         self.count += 1
+        self._before = [p.grad for p in self._first.values()]
 
     def __exit__(self, *exc: object) -> None:
         self.in_scaled_backward = False
+        for p, before in zip(self._first.values(), self._before, strict=False):
+            if p.grad is not None and p.grad is not before:  # FSDP1 assigns gradients, so that no hook sees them
+                self._latest[id(p)] = self.count
+        self._before = []
 
     def watch(self, params: Iterable[Any]) -> None:
         """Watch parameters; a lazy one takes no hook before its first forward."""
@@ -56,7 +63,9 @@ class BackwardWatch:
             if p is not first and id(p) in self.handles:
                 self.handles.pop(id(p)).remove()
                 self._plain.discard(id(p))
-        self.watch([] if first is None else [first])
+        if first is not None:
+            self.watch([first])
+            self._first[id(first)] = first
         return first
 
     def _note(self, p: Any) -> None:
