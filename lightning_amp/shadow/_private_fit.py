@@ -33,7 +33,7 @@ from typing_extensions import final, override
 from lightning_amp._compat import _modules, _sharding
 from lightning_amp._compat._messages import SHARDING
 from lightning_amp.shadow._failures import in_one_line
-from lightning_amp.shadow._rebinding import rebind_closures
+from lightning_amp.shadow._module_copy import rebind_functions
 from lightning_amp.shadow._surroundings import accelerator_for
 from lightning_amp.shadow._views import NOTHING
 from lightning_amp.tracing import RandomState
@@ -91,7 +91,8 @@ def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
     try:
         memo: dict[int, Any] = {}
         copied = copy.deepcopy(made, memo)
-        rebind_closures(map(vars, copied.modules()), memo)
+        for part in copied.modules():
+            rebind_functions(vars(part), memo)
         if not all(parameter.is_leaf for parameter in copied.parameters()):
             raise RuntimeError("the parameters of its copy cannot be trained, as in TorchScript modules")
         return copied
