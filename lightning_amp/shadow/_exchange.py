@@ -9,18 +9,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules, _sharding
-from lightning_amp.shadow._agreement import Agreement, collective
 from lightning_amp.shadow._fsdp2 import units_of
 from lightning_amp.shadow._module_copy import copy_attributes
+from lightning_amp.shadow._ranks import together
 
 _GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -30,30 +29,30 @@ class Exchange:
     """The second set of attributes of a sharded module. The parameters are shared, so they take no more memory.
 
     Args:
+        trainer: The trainer.
         module: The module, between two steps.
         model: The module, or the unit of FSDP1 around it.
         parameters: All parameters that the step may reach; their gradients are set aside.
         memo: The memo of `copy.deepcopy`: by `id`, the object that replaces another, for example the trainer.
         in_fp32: Gather parameters in their own dtype, for a run in fp32.
-        limit: The longest time that a rank waits for another one.
 
     Cost: copies of buffers, metric states and other attributes.
     """
 
     def __init__(
         self,
+        trainer: Trainer,
         module: LightningModule,
         model: nn.Module,
         parameters: Iterable[nn.Parameter],
         memo: dict[int, Any],
         *,
         in_fp32: bool,
-        limit: timedelta,
     ) -> None:
-        self._limit = limit
+        self._trainer = trainer
         self._in_fp32 = in_fp32
         self._fsdp = units_of(model)
-        with self._agreement(), self._set_aside():
+        with together(trainer, wait=True), self._set_aside():
             self._own = copy_attributes(module, model, memo, in_fp32=in_fp32)
             self._parameters = list({id(p): p for p in (*module.parameters(), *parameters)}.values())
         self._writes = _Writes()
@@ -105,9 +104,9 @@ class Exchange:
 
         At the end, gathered parameters are freed: the parameters of the module are its shards again.
         """
-        with self._agreement() as agreement:
+        with together(self._trainer, wait=True):
             try:
-                with _ParameterGuard(self._writes, agreement):
+                with _ParameterGuard(self._writes):
                     yield
             finally:
                 self._fsdp.settle()
@@ -126,15 +125,6 @@ class Exchange:
             yield
         finally:
             self._fsdp.put_back()
-
-    @contextmanager
-    def _agreement(self) -> Generator[Agreement | None]:
-        if torch.distributed.get_world_size() == 1:
-            yield None
-            return
-        agreement = Agreement(self._limit)
-        with agreement.working():
-            yield agreement
 
     @contextmanager
     def _attributes(self) -> Generator[None]:
@@ -206,19 +196,17 @@ class _Writes:
 
 @final
 class _ParameterGuard(_modules.DispatchMode):
-    """Tells of parameters that an operation is about to change, and lets all ranks arrive at collective operations."""
+    """Keeps the values of parameters that an operation is about to change."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, writes: _Writes, agreement: Agreement | None) -> None:
+    def __init__(self, writes: _Writes) -> None:
         super().__init__()
-        self._writes, self._agreement = writes, agreement
+        self._writes = writes
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._agreement is not None:
-            collective(self._agreement, func, args, kwargs)
         for key in _written(func):
             value = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
             for one in value if isinstance(value, (list, tuple)) else (value,):

@@ -27,7 +27,7 @@ from lightning_amp.numerics import (
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._fsdp2 import counts_here
-from lightning_amp.shadow._ranks import OtherRankFailedError, gather
+from lightning_amp.shadow._ranks import OtherRankFailedError, gather, together
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._surroundings import is_sharded
 from lightning_amp.shadow._training_pass import TrainingPass
@@ -98,15 +98,16 @@ def take_sample(
     `on_failure` and adds nothing.
     """
     try:
-        groups, mine = _measure(trainer, module, batch, batch_idx, by, scale)
+        with together(trainer):
+            groups, mine = _measure(trainer, module, batch, batch_idx, by, scale)
     except Exception as error:
         if not isinstance(error, OtherRankFailedError):
             on_failure(Failure.of(error, "the training step", f"the sample of step {trainer.global_step}"))
         groups, mine = _groups(module, by), Sample([])
+    ranks = gather(trainer, mine)  # the decisions below must be the same on all ranks
     sums = _over_all_ranks(trainer, groups)
     if not sums:
         return None
-    ranks = gather(trainer, mine)  # the decisions below must be the same on all ranks
     names = {name: name or type(module).__name__ for name in groups}
     step, precision = trainer.global_step, precision_of(trainer)
     return Sample(

@@ -58,7 +58,6 @@ def test_ranks_agree_and_the_bad_batches_leave_no_trace(name: str, ranks: list[d
 @pytest.mark.skipif(DEVICE != "cpu", reason="only a CPU is measured")
 def test_rank_0_decides_what_auto_is(ranks: list[dict[str, Any]]) -> None:
     found = [rank["auto"] for rank in ranks]
-    assert [rank.pop("calls") for rank in found] == [1, 0]
     assert found[0] == found[1] == {"precision": "32-true", "precisions": ["fp32"] * 9}
 
 
@@ -86,14 +85,14 @@ def test_half_parameters_are_upcast_and_resume(ranks: list[dict[str, Any]]) -> N
 def test_an_optimizer_without_gradients_on_one_rank(ranks: list[dict[str, Any]]) -> None:
     """Count steps where gradients are missing.
 
-    Step 2 has none on any rank, so the scale does not grow. Step 3, with a NaN loss on the rank without gradients,
-    counts. Step 5 overflows, and that loss is the reason.
+    Step 2 has none on any rank: it leaves no record, and the scale does not grow. Step 3, with a NaN loss on the rank
+    without gradients, counts. Step 5 overflows, and that loss is the reason.
     """
     one, other = (rank["no_gradients_on_one_rank"] for rank in ranks)
     for key in ("scales", "tracker", "counts"):
         assert one[key] == other[key]
     assert one["scales"] == [1024.0, 2048.0, 2048.0, 2048.0, 4096.0, 4096.0]
-    assert (one["tracker"], one["counts"]) == (0, (5, 1))
+    assert (one["tracker"], one["counts"]) == (0, (4, 1))
     assert one["weight"] == [1 - 0.5 * 4] * 3
     assert other["weight"] == [1.0] * 3
 
@@ -130,7 +129,7 @@ def test_a_stuck_run_stops_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     one, other = (rank["stuck"] for rank in ranks)
     assert one == other
     assert "2 optimizer steps in a row were skipped" in one["message"]
-    assert one["reports"] == [(1, 1, "backward"), (2, 0, "loss")]
+    assert one["reports"] == [(1, 1, "loss"), (2, 0, "loss")]
 
 
 def test_gradient_figures_are_those_of_all_ranks(ranks: list[dict[str, Any]]) -> None:
