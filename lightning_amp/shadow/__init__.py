@@ -12,7 +12,6 @@ from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._output_comparison import OutputComparison
 from lightning_amp.shadow._paired_evaluation import ComparedEvaluation, PairedEvaluation
 from lightning_amp.shadow._private_fit import (
-    PRIVATE_CALLBACKS,
     own_data,
     own_module,
     private_trainer,
@@ -28,7 +27,6 @@ from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
 __all__ = [
     "BOUNDARY",
     "EVALUATION_FILE",
-    "PRIVATE_CALLBACKS",
     "BatchWindow",
     "Batches",
     "ComparedEvaluation",

@@ -175,7 +175,7 @@ def _measure(
                 one.magnitudes.append(largest(gradient))
             if name not in counted:
                 continue
-            counts = underflow_counts(gradient, "fp16", scale)
+            counts = underflow_counts(gradient, scale)
             # A gradient that exists only in fp32 is lost in mixed precision.
             values = amp_run.get(name, torch.zeros_like(gradient))
             sums = torch.cat([fidelity_sums(gradient, values), inner_product(gradient, values).reshape(1)])
@@ -217,7 +217,7 @@ def _row(step: int, name: str, scale: float, added: Tensor, top: Tensor, precisi
         num_values=int(counted),
         underflow_fraction=zero / number,
         subnormal_fraction=subnormal / number,
-        headroom_bits=float(headroom_bits(top, "fp16", scale)),
+        headroom_bits=float(headroom_bits(top, scale)),
         sqnr_db=float(fidelity(added[5:8])[0]),
         cosine=_cosine(signal, energy, product),
         largest=float(top),

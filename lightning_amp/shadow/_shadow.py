@@ -40,7 +40,7 @@ class Shadow:
         parameters: Parameters outside of the module that its step may reach.
 
     A sharded module is its own shadow: inside of :meth:`active` it has copies of all attributes but its parameters,
-    which no code can change. All ranks must enter that context together.
+    which get their values back at the end. All ranks must enter that context together.
 
     Cost: building it copies parameters, buffers, metric states and other attributes: some 0.1 ms of host time per
     submodule. Building it does not wait for the device.

@@ -72,7 +72,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fake.call("synchronize"))
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", fake.set_mode)
     monkeypatch.setattr(_measure, "StepTimer", lambda device: StepTimer(torch.device("cpu")))
-    monkeypatch.setattr(_measure.PeakMemory, "on", lambda *args: Peak(fake))
+    monkeypatch.setattr(_measure, "PeakMemory", lambda *args: Peak(fake))
     return fake
 
 

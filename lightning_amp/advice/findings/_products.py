@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from lightning_amp._text import counted, memory, percent
 from lightning_amp.advice._machine import Machine, Sizes
+from lightning_amp.advice._part_timer import FORWARD
 from lightning_amp.advice._step import AS_IT_IS, Operation, Step, Unaligned
 from lightning_amp.advice.findings._finding import (
     FP32,
@@ -17,7 +18,6 @@ from lightning_amp.advice.findings._finding import (
     graded,
     is_worth_it,
 )
-from lightning_amp.measure import FORWARD
 
 
 class _Words(NamedTuple):
