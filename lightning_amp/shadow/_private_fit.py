@@ -268,4 +268,3 @@ class _Nowhere(DummyLogger):
     @override
     def experiment(self) -> Any:
         return NOTHING
-
