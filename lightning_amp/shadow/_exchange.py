@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _sharding
+from lightning_amp.shadow._fsdp1 import Replaced
 from lightning_amp.shadow._fsdp2 import units_of
 from lightning_amp.shadow._module_copy import copy_attributes
 from lightning_amp.shadow._ranks import together
@@ -54,8 +55,7 @@ class Exchange:
         with together(trainer, wait=True), self._set_aside():
             self._own = copy_attributes(module, model, memo, in_fp32=in_fp32)
             self._parameters = list({id(p): p for p in (*module.parameters(), *parameters)}.values())
-        self._active = ExitStack()
-        self._depth = 0
+        self._is_active = False
 
     @property
     def gathers_in_half(self) -> bool:
@@ -64,19 +64,13 @@ class Exchange:
 
     @contextmanager
     def active(self) -> Generator[None]:
-        """Give the module its second set of attributes inside. All ranks must enter it."""
-        self.enter()
-        try:
+        """Give the module its second set of attributes inside. All ranks must enter it. A second entry does nothing."""
+        if self._is_active:
             yield
-        finally:
-            self.leave()
-
-    def enter(self) -> None:
-        """Exchange the attributes; a second call does nothing but count."""
-        self._depth += 1
-        if self._depth > 1:
             return
         with ExitStack() as undo:
+            self._is_active = True
+            undo.callback(setattr, self, "_is_active", False)
             undo.enter_context(self._set_aside())
             undo.enter_context(self._attributes())
             undo.enter_context(_without_gradients(self._parameters))
@@ -86,13 +80,7 @@ class Exchange:
             if self._in_fp32 and self._fsdp.casts:
                 undo.enter_context(self._fsdp.gathering_in_full())
             undo.callback(self._fsdp.settle)
-            self._active = undo.pop_all()
-
-    def leave(self) -> None:
-        """Exchange the attributes back, after as many calls as there were of :meth:`enter`."""
-        self._depth -= 1
-        if self._depth == 0:
-            self._active.close()
+            yield
 
     @contextmanager
     def running(self) -> Generator[None]:
@@ -107,7 +95,7 @@ class Exchange:
                 self._fsdp.settle()
 
     def take_parameters(self, values: Iterable[Tensor]) -> None:
-        """Set the parameters until :meth:`leave`."""
+        """Set the parameters until :meth:`active` ends."""
         with torch.no_grad():
             for parameter, value in zip(self._parameters, values, strict=False):
                 _sharding.local(parameter).copy_(_sharding.local(value))
@@ -142,21 +130,14 @@ def _set_attributes(attributes: Iterable[tuple[nn.Module, dict[str, Any]]]) -> N
 @contextmanager
 def _without_gradients(parameters: list[nn.Parameter]) -> Generator[None]:
     """Set gradients aside, and hooks on them: a hook that steps an optimizer must not run a second time."""
-    gradients = [parameter.grad for parameter in parameters]
-    hooks = [[getattr(parameter, name, None) for name in _GRADIENT_HOOKS] for parameter in parameters]
-    for parameter, found in zip(parameters, hooks, strict=True):
-        parameter.grad = None
-        for name, hook in zip(_GRADIENT_HOOKS, found, strict=True):
-            if hook:
-                setattr(parameter, name, None)
+    aside = Replaced()
+    for parameter in parameters:
+        hooks = [name for name in _GRADIENT_HOOKS if getattr(parameter, name, None)]
+        aside.replace(parameter, grad=None, **dict.fromkeys(hooks))
     try:
         yield
     finally:
-        for parameter, gradient, found in zip(parameters, gradients, hooks, strict=True):
-            parameter.grad = gradient
-            for name, hook in zip(_GRADIENT_HOOKS, found, strict=True):
-                if hook:
-                    setattr(parameter, name, hook)
+        aside.restore()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -87,7 +87,7 @@ def copy_module(module: LightningModule, memo: dict[int, Any], *, upcast: bool =
         copier = _Copier(memo, upcast)
         copier.find(module, type(module).__name__)
         copier.copy_modules()
-    return cast(LightningModule, memo[id(module)])
+        return copy.deepcopy(module, memo)  # which is in the memo, unless its class copies itself
 
 
 def copy_attributes(module: nn.Module, model: nn.Module, memo: dict[int, Any], *, in_fp32: bool = False) -> Attributes:
@@ -217,33 +217,24 @@ class _Copier:
 
     def copy_modules(self) -> None:
         """Copy the modules that were found, and enter the copies into the memo, children first."""
-        memo, copies, special = self._memo, dict[nn.Module, Any](), list[nn.Module]()
+        memo, copies = self._memo, dict[nn.Module, Any]()
         for module in reversed([one for one in self._paths if id(one) not in memo]):
             cls = type(module)
             if (inner := _modules.uncompiled_module(module)) is not None and id(inner) in memo:
                 memo[id(module)] = memo[id(inner)]
             elif isinstance(module, torch.jit.ScriptModule):
                 memo[id(module)] = _script_copy(module)
-            elif (
-                hasattr(cls, "__deepcopy__")
-                or cls.__reduce_ex__ is not object.__reduce_ex__
-                or (cls.__reduce__ is not object.__reduce__)
-            ):
-                special.append(module)
-            else:
+            elif not _copies_itself(cls):
                 copies[module] = memo[id(module)] = cls.__new__(cls)
                 for reference in weakref.getweakrefs(module):
                     if type(reference) in weakref.ProxyTypes:
                         memo[id(reference)] = weakref.proxy(copies[module])
-        for module in special:
-            copies[module] = copy.deepcopy(module, memo)
         for module, own in copies.items():
-            if module not in special:
-                own.__setstate__(self.attributes(module, _uncompiled_state(_state_of(module))))
-        for own in copies.values():
-            rebind_functions(vars(own), memo)
+            own.__setstate__(self.attributes(module, _uncompiled_state(_state_of(module))))
             if isinstance(own, LightningModule):
                 _forget_metric_names(own)
+        for own in copies.values():
+            rebind_functions(vars(own), memo)
 
     def attributes(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """Copy the attributes of one module. Hooks that cannot be copied are shared."""
@@ -258,6 +249,11 @@ class _Copier:
                 own = {key: item[key] if type(hook) is NotCopied else hook for key, hook in copies[name].items()}
                 copies[name].update(own)
         return copies
+
+
+def _copies_itself(cls: Any) -> bool:
+    is_plain = cls.__reduce_ex__ is object.__reduce_ex__ and cls.__reduce__ is object.__reduce__
+    return hasattr(cls, "__deepcopy__") or not is_plain
 
 
 def _script_copy(script: Any) -> Any:
