@@ -23,7 +23,7 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOM_OF = {
+_FOLDER_OF = {
     "AmpPrecision": "precision",
     "DynamicLossScaler": "scaling",
     "FSDPAmpPrecision": "precision",
@@ -40,18 +40,18 @@ _ROOM_OF = {
     "find_batch_size": "tune",
     "find_fp32_modules": "tune",
 }
-__all__ = ["__version__", *_ROOM_OF]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["__version__", *_FOLDER_OF]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> _typing.Any:
     """Import a public name or a folder on first use, because importing Lightning takes seconds."""
-    path = f"{__name__}.{_ROOM_OF.get(name, name)}"
+    path = f"{__name__}.{_FOLDER_OF.get(name, name)}"
     if _util.find_spec(path) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _importlib.import_module(path)
-    value = globals()[name] = getattr(module, name) if name in _ROOM_OF else module
+    value = globals()[name] = getattr(module, name) if name in _FOLDER_OF else module
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOM_OF})
+    return sorted({*globals(), *_FOLDER_OF})

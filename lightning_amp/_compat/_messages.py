@@ -16,11 +16,6 @@ SHARDING = re.compile(r"device_mesh|fully_shard|parallelize_module|FullyShardedD
 """Matches code that shards a module, or a traceback through it. Remove when Lightning says that a mesh is missing."""
 
 
-def is_unknown_option(message: str) -> bool:
-    """Return whether argparse or jsonargparse refuses an option. Remove when they raise a specific exception for it."""
-    return "nrecognized arguments" in message
-
-
 def short_class_names(message: str) -> str:
     """Write `int` for `<class 'int'>`, as jsonargparse prints types. Remove when it prints plain names."""
     return re.sub(r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1", message)

@@ -1,7 +1,7 @@
 """What can this machine do, and why is a module not faster in mixed precision? Read `_doctor.py` first.
 
 It examines the machine (`_machine.py`) and some training steps (`_watch.py`, `_race.py`), and writes a record
-(`_step.py`). Each function in `_findings.py` reads that record, and `DoctorReport` holds the findings. The record, the
+(`_step.py`). Each function in `findings/` reads that record, and `DoctorReport` holds the findings. The record, the
 findings and the report import nothing of Lightning.
 """
 

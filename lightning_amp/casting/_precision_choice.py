@@ -41,11 +41,10 @@ class Choice(NamedTuple):
         return _CHOICES[name]
 
     @classmethod
-    def pick(cls, device: torch.device, module: Any = None) -> tuple[Choice, str]:
+    def pick(cls, device: torch.device) -> tuple[Choice, str]:
         """Pick the precision for `"auto"` on this device, and give the reason in one sentence.
 
-        It depends on facts about the device only, so each process of a machine makes the same choice. `module` is
-        ignored.
+        It depends on facts about the device only, so each process of a machine makes the same choice.
         """
         name, why = _best_on_cpu() if device.type == "cpu" else _best_on_accelerator(device)
         return cls.of(name), why

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_amp._compat import _messages
 from lightning_amp.cli._errors import (
     CRASHED,
     FINE,
@@ -172,7 +173,7 @@ def _one_line(text: str, arguments: Sequence[str], options: Mapping[str, Any]) -
     if key is not None:
         option = key[1] if "." in key[1] else key[1].replace("_", "-")
         text = f"--{option}:{text[key.end() :]}"
-    text = re.sub(r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1", text).replace("Expected a int", "Expected an int")
+    text = _messages.short_class_names(text).replace("Expected a int", "Expected an int")
     inside = f"{key[1]}." if key is not None else ""
     text = re.sub(r"(?<=required: ).*", lambda found: _as_options(found[0], options, inside), text)
     if not arguments or arguments[0] not in COMMANDS:

@@ -380,7 +380,7 @@ class AmpPrecision(StepCounts, MixedPrecision):
         say(load_state(saved, self.scaler, self.records))
         say(resumed(state_dict, self._settled().name, self.scaler))
         if self._steps is not None:
-            self._steps.note_scale()
+            self._steps.begin_anew()
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -397,7 +397,7 @@ class AmpPrecision(StepCounts, MixedPrecision):
         self.records.restore(0, 0, (), None)
         self._derivatives = DerivativeScale()
         if self._steps is not None:
-            self._steps.note_scale()
+            self._steps.begin_anew()
         if type(self).__qualname__ not in checkpoint and (key := find_entry(checkpoint)) is not None:
             self._load(checkpoint[key], key)  # otherwise Lightning itself calls `load_state_dict`
 

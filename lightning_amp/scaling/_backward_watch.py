@@ -27,17 +27,17 @@ class BackwardWatch:
     """
 
     def __init__(self) -> None:
-        self.is_scaled = False  # whether a scaled backward runs now
+        self.in_scaled_backward = False  # whether a scaled backward runs now
         self._scaled: dict[int, weakref.ref[Any]] = {}  # the gradient that a scaled backward left, by parameter
         self._plain: set[int] = set()  # parameters whose latest backward was not scaled
         self.handles: dict[int, Any] = {}
 
     def __enter__(self) -> None:
         """Begin the backward of a loss that carries the loss scale."""
-        self.is_scaled = True
+        self.in_scaled_backward = True
 
     def __exit__(self, *exc: object) -> None:
-        self.is_scaled = False
+        self.in_scaled_backward = False
 
     def watch(self, params: Iterable[Any]) -> None:
         """Watch parameters; a lazy one takes no hook before its first forward."""
@@ -56,10 +56,10 @@ class BackwardWatch:
         self.watch([] if first is None else [first])
 
     def _note(self, p: Any) -> None:
-        if self.is_scaled and p.grad is not None:
+        if self.in_scaled_backward and p.grad is not None:
             self._scaled[id(p)] = weakref.ref(p.grad)
             self._plain.discard(id(p))
-        elif not self.is_scaled:
+        elif not self.in_scaled_backward:
             self._plain.add(id(p))
 
     def origin(self, optimizer: Optimizer) -> Literal["scaled", "plain", "unknown"]:

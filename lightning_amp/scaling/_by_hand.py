@@ -15,10 +15,7 @@ from lightning_amp.scaling._backward_watch import BackwardWatch
 
 @final
 class ByHand:
-    """The steps of a run, for :class:`DynamicLossScaler`, whose own account of gradients is not in use meanwhile.
-
-    `steps` are the :class:`OptimizerSteps` of the run.
-    """
+    """Receives `scaler.scale` and `scaler.unscale_` during a run, and passes them on to its :class:`OptimizerSteps`."""
 
     def __init__(self, steps: Any, watch: BackwardWatch) -> None:
         self._steps: Any = weakref.proxy(steps)
@@ -35,6 +32,7 @@ class ByHand:
         if not isinstance(outputs, Tensor):
             many = [self.scale(output) for output in outputs]
             return tuple(many) if isinstance(outputs, tuple) else many
+        self._steps.begin_backward()
         scaler = self._steps.scaler
         scaled = scaler.multiply(outputs)
         if scaled.requires_grad:
@@ -43,17 +41,17 @@ class ByHand:
 
     def _begin(self, loss: Tensor, scale: Tensor, gradient: Tensor) -> None:
         """Bring gradients to the scale of the backward that has reached a scaled loss."""
-        if self._watch.is_scaled and not self._runs:
+        if self._watch.in_scaled_backward and not self._runs:
             raise RuntimeError(
                 "The loss was multiplied by the loss scale twice: by `scaler.scale(loss)`, and by the plugin. Call"
                 f" `{self._steps.calls.backward}` without `scaler.scale`."
             )
         if not self._runs:  # otherwise the same backward has begun with another loss
-            self._runs = self._watch.is_scaled = True
+            self._runs = self._watch.in_scaled_backward = True
             _torch.call_after_backward(self._end)
             self._steps.carry(scale)
         self._steps.add_loss(loss)
 
     def _end(self) -> None:
-        self._runs = self._watch.is_scaled = False
+        self._runs = self._watch.in_scaled_backward = False
         self._steps.forget_scale_without_gradients()  # of a `torch.autograd.grad`

@@ -40,7 +40,11 @@ class Observer(Protocol):
 
 
 class ScaledSteps(StepCounts):
-    """Backward, unscale and step for a training loop of your own: true gradients, and skips that leave no trace.
+    """Backward, unscale and step for a training loop of your own, with true gradients.
+
+    A skipped step leaves parameters and optimizer state as they were. Buffers, such as the statistics of BatchNorm,
+    stay as the forward left them.
+
 
     .. code-block:: python
 
@@ -269,8 +273,7 @@ class ScaledSteps(StepCounts):
         sentences = load_state(Saved(state_dict, name), self.scaler, self.records)
         self._noted.clear()  # these calls, and the steps of this round, came after the checkpoint
         if self._steps is not None:
-            self._steps.drop_round()
-            self._steps.note_scale()
+            self._steps.begin_anew()
         return sentences
 
 

@@ -94,7 +94,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
             `megatron/core/optimizer/grad_scaler.py`). 1 is torch's behaviour, 2 is Megatron's default.
         min_scale: The scale never falls below it. At the default, `2**-14`, a scaled gradient is *smaller* than
             the true one by the range of normal float16 numbers. A run whose scale falls that far has another problem.
-        max_scale: The scale never grows above it. The default is Apex's `2**24`.
+        max_scale: The scale never grows above it. The default is Apex's `2**24`. A float16 loss lowers it to `2**15`.
         max_consecutive_skips: Raise :class:`FloatingPointError` after this many consecutive skips. A skip that lowers
             the scale starts the count again.
         device: Device type (`"cuda"`, `"cpu"`, ...). `None` takes the device of the first loss. In a Trainer the
@@ -105,8 +105,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
         ValueError: If an argument is out of its range.
         RuntimeError: For `step` or `update` by hand while a plugin or `ScaledSteps` owns the steps.
 
-    Cost: only `get_scale`, `state_dict`, pickling, and one in `max_consecutive_skips` calls of `update` wait for the
-    device.
+    Cost: `get_scale`, `state_dict`, pickling, `step` of an optimizer that is not fused, and one in
+    `max_consecutive_skips` calls of `update` wait for the device.
 
     """
 
@@ -164,7 +164,10 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
     @classmethod
     def static(cls, scale: float) -> DynamicLossScaler:
-        """Return a scaler whose scale, a finite number above 0, never moves. Non-finite steps are still skipped."""
+        """Return a scaler with a constant scale, a finite number above 0. Non-finite steps are still skipped.
+
+        Only a float16 loss changes the scale, to 2**15 if it is larger: see :meth:`multiply`.
+        """
         fine = is_number(scale) and scale > 0
         require(fine, "scaler", "a finite number above 0", scale, "A usual static scale is 2.0**10.")
         return cls(scale, min_scale=scale, max_scale=scale)
@@ -194,7 +197,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         return cls(scale, min_scale=min(scale, 2.0**-14), max_scale=max(scale, 2.0**24), **changed)
 
     def serve(self, owner: Owner | None) -> None:
-        """Have the steps of a run answer calls by hand, until they are gone, or this is called with `None`."""
+        """Pass `scale` and `unscale_` on to the steps of a run, until it is over or this is called with `None`."""
         self._owner_ref = None if owner is None else weakref.ref(owner)
 
     @property

@@ -21,7 +21,7 @@ from lightning_amp.scaling._scalars import Skip, constant, merge_losses
 
 @final
 class GradientState:
-    """The gradients of one optimizer since its last step. Only :class:`OptimizerSteps` changes it.
+    """The gradients of one optimizer since its last step.
 
     Attributes:
         optimizer: The user's optimizer.
@@ -33,7 +33,7 @@ class GradientState:
         overflow: Whether they overflowed before the user could change them; `None` if user code had no access.
         loss: A value [] that is finite exactly if all losses since the last step were; `None` before the first.
         bad_loss: Whether `loss` is not finite, if the host has read that together with `found_inf`; else `None`.
-        has_gradients: Whether any rank has gradients, as of the last check.
+        has_gradients: Whether this rank has gradients, as of the last check; after :meth:`agree`, any rank.
         decides_on_device: Whether the optimizer is fused and reads `found_inf` on the device.
         is_torchs: Whether the optimizer is torch's own, which calls a closure that it is given.
         takes_closure: Whether `optimizer.step` accepts a closure.
@@ -47,7 +47,7 @@ class GradientState:
         self.loss: Tensor | None = None
         self.has_gradients = False
         self._had_gradients = False  # on this rank, in any step
-        self._kept = _StaysFound()
+        self._kept = _StickyFlag()
         self._spare_flag: Tensor | None = None  # a flag that is still 0.0, for reuse
         self._forget_check()
         self.adopt(optimizer)
@@ -142,7 +142,7 @@ class GradientState:
             found_inf = gradients.check(found_inf)
         if shared:
             found_inf = everything.check(found_inf)
-        self.scale, self.used_scale, self.found_inf = None, scale, self._kept.beside(found_inf)
+        self.scale, self.used_scale, self.found_inf = None, scale, self._kept.or_kept(found_inf)
 
     def check(self) -> None:
         """Check the present values of true gradients.
@@ -157,7 +157,7 @@ class GradientState:
         gradients = Gradients(self.optimizer)
         self._note_gradients(gradients)
         device = gradients.device or (torch.device("cpu") if self.loss is None else self.loss.device)
-        self.found_inf = self._kept.beside(gradients.check(self._new_flag(device)))
+        self.found_inf = self._kept.or_kept(gradients.check(self._new_flag(device)))
 
     def keep_found(self, *, infinities_only: bool = False) -> None:
         """Have the next step skipped if the last check found inf or NaN, even if the user repairs the gradients.
@@ -192,7 +192,7 @@ class GradientState:
             divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # 1 / clip_coef of `clip_grad_norm_`
             grad_scale = divisor if grad_scale is None else grad_scale * divisor
         self._note_gradients(gradients)
-        self.folded, self.used_scale, self.found_inf = True, scale, self._kept.beside(found_inf)
+        self.folded, self.used_scale, self.found_inf = True, scale, self._kept.or_kept(found_inf)
         _torch.set_grad_scale(self.optimizer, grad_scale)
         return True
 
@@ -200,7 +200,7 @@ class GradientState:
         """Combine the flags of all ranks: the gradients are not finite if they are not finite on any rank.
 
         A shard's overflow or a non-finite loss may be on one rank only, but all ranks must skip and move the scale
-        together. Every rank calls this collective operation once per closure call, whatever it found. So no rank waits
+        together. Every rank calls this collective operation once per check, whatever it found. So no rank waits
         forever as long as all ranks step the same optimizers. `all_reduce_max` reduces a tensor [4] in place, on
         `device` (`None`: the device of the gradients).
         """
@@ -263,7 +263,7 @@ class GradientState:
 
 
 @final
-class _StaysFound:
+class _StickyFlag:
     """An overflow flag that lasts until the gradients with the overflow are dropped, set to zero, or used in a step.
 
     It skips the step even if the user repairs the gradients first. The plugin reports the beginning of its own
@@ -277,13 +277,13 @@ class _StaysFound:
 
     def keep(self, flag: Tensor, optimizer: Optimizer) -> None:
         """Keep a flag [] that a check of this optimizer's gradients has set."""
-        self._flag = self.beside(flag)
+        self._flag = self.or_kept(flag)
         mine: Any = parameters(optimizer)
         watched = next((p for p in mine if p.grad is not None and p.requires_grad and p.is_leaf), None)
         if self._handle is None and watched is not None:
             self._handle = watched.register_hook(lambda _: self._only_if(_largest(watched)))
 
-    def beside(self, found_inf: Tensor) -> Tensor:
+    def or_kept(self, found_inf: Tensor) -> Tensor:
         """Return 1.0, [], if `found_inf` or the kept flag is set."""
         return found_inf if self._flag is None else torch.maximum(found_inf, self._flag.to(found_inf.device))
 

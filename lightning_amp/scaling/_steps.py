@@ -77,7 +77,6 @@ class OptimizerSteps:
         self._rest: list[Any] = []  # parameters for which an optimizer is to come
         self._rest_state = GradientState(SimpleNamespace(param_groups=[{"params": self._rest}]), -1)
         self._scale_has_changed = False  # between two backwards
-        self._round = Round()
         self._expects_more = not self._states  # nobody has said how many optimizers there are
         self._watch: BackwardWatch | None = None
         self._guard: StepGuard | None = None
@@ -90,10 +89,11 @@ class OptimizerSteps:
             self._guard = StepGuard(self, self._watch)
             self._by_hand = ByHand(self, self._watch)
             self.scaler.serve(self._by_hand)
-        self.note_scale()
+        self.begin_anew()
 
-    def note_scale(self) -> None:
-        """Read the scale again, after a checkpoint has set it. This waits for the device."""
+    def begin_anew(self) -> None:
+        """Begin a round, with the scale that a checkpoint has set. This waits for the device."""
+        self._round = Round()
         self._first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
 
     def expect(self, params: Iterable[Any]) -> None:
@@ -164,12 +164,16 @@ class OptimizerSteps:
         self.add_loss(loss)
         if self.scaler is None:
             return loss
-        if self.round_is_over:  # of a batch with many steps, such as several epochs of a rollout
-            self._round.lower(self.scaler)
-            self.log.complete(self.scaler.scale_tensor)
+        self.begin_backward()
         scaled = self.scaler.multiply(loss)  # must come first: it creates the scale, and a float16 loss may lower it
         self.carry(self.scaler.scale_tensor)
         return scaled
+
+    def begin_backward(self) -> None:
+        """Let the scale fall between two rounds of one batch, such as several epochs of a rollout."""
+        if self.scaler is not None and self.round_is_over:
+            self._round.lower(self.scaler)
+            self.log.complete(self.scaler.scale_tensor)
 
     def add_loss(self, loss: Tensor) -> None:
         """Record the loss of the next backward."""
@@ -369,7 +373,7 @@ class OptimizerSteps:
             if fused and not early and not plan.host_must_know:
                 _torch.set_found_inf(optimizer, state.found_inf)
                 return skip
-            return Skip.YES if state.wait(asks_for_loss=plan.asks_for_loss or self.asks_for_loss) else Skip.NO
+            return Skip.YES if state.wait(asks_for_loss=plan.asks_for_loss or self.log.wants_losses) else Skip.NO
         state.keep_spare(skip)
         return skip
 
@@ -382,12 +386,12 @@ class OptimizerSteps:
         watch, state = self._watch, self._states.get(id(optimizer))
         assert watch is not None
         if state is None:
-            refused = watch.is_scaled or watch.origin(optimizer) == "scaled"
+            refused = watch.in_scaled_backward or watch.origin(optimizer) == "scaled"
         else:
             refused = state.is_scaled or (state.found_inf is not None and not state.folded)
         if not refused or not has_gradients(optimizer):
             return
-        if watch.is_scaled:
+        if watch.in_scaled_backward:
             fix = f"It was called inside the backward: call {self.calls.step} after it, or use precision 'bf16'"
         else:
             fix = f"Call {self.calls.step}" if state is not None else self.calls.unknown
@@ -412,11 +416,6 @@ class OptimizerSteps:
         state.finish()
         return result
 
-    @property
-    def asks_for_loss(self) -> bool:
-        """Return whether a listener asks for steps that were applied although their loss was not finite."""
-        return self.skips and self.log.wants_losses
-
     # -- the end of a round --------------------------------------------------------------------------------------------
 
     @property
@@ -440,10 +439,6 @@ class OptimizerSteps:
         if self.scaler is not None:
             ended.move(self.scaler)
         self.log.close_round(None if self.scaler is None else self.scaler.scale_tensor)
-
-    def drop_round(self) -> None:
-        """Forget the steps that have not moved the scale yet, since a checkpoint was loaded."""
-        self._round = Round()
 
 
 class _SkipStep(BaseException):  # user code around the closure may catch every Exception

@@ -61,7 +61,7 @@ def main() -> None:
 
     def folded() -> None:
         steps.step(a.optimizer, lambda: None, lambda: None, StepPlan(fold=True, max_norm=1.0))
-        steps.finish_batch()
+        steps.end_round()
 
     def torchs(side: Side) -> None:
         scaler.unscale_(side.optimizer)

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import lightning as L
 import pytest
 import torch
@@ -76,6 +75,8 @@ def test_doctor_looks_at_the_device(device: torch.device) -> None:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    cloudpickle = pytest.importorskip("cloudpickle")
+
     def run(spec: Spec, on_progress: Any) -> Run:
         gc.collect()
         return here(pickle.loads(cloudpickle.dumps(spec)))

@@ -33,5 +33,5 @@ def test_a_run_on_each_device_at_once(tmp_path: Path) -> None:
 
 
 def test_other_devices_than_a_run_gets_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"asks for the devices \[0\]"):
+    with pytest.raises(ValueError, match=r"`LocalDevices` gives each run 1"):
         compare_precisions(Waves, Sea, ["fp32"], trainer_kwargs={"devices": [0]}, executor=LocalDevices())

@@ -85,13 +85,13 @@ PLANTED: list[Callable[[torch.device], Any]] = [lambda device: torch.ones((), de
 
 def planted(monkeypatch: pytest.MonkeyPatch, error: Callable[[torch.device], Any]) -> None:
     """Replace what the package does at the end of each batch by this function."""
-    finish_batch = OptimizerSteps.finish_batch
+    end_round = OptimizerSteps.end_round
 
     def with_error(steps: OptimizerSteps) -> None:
         error(torch.device(ACCELERATOR))
-        finish_batch(steps)
+        end_round(steps)
 
-    monkeypatch.setattr(OptimizerSteps, "finish_batch", with_error)
+    monkeypatch.setattr(OptimizerSteps, "end_round", with_error)
 
 
 @pytest.mark.parametrize("error", PLANTED)

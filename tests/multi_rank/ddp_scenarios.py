@@ -35,7 +35,7 @@ from multi_rank.ranks import (
     plain,
     scaled,
 )
-from support import DEVICE, ForbidSync, machines, quiet_trainer
+from support import DEVICE, ForbidSync, WithoutAutocast, machines, quiet_trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -434,11 +434,11 @@ def _gradient_figures() -> Any:
 @scenario
 def stuck() -> Any:
     """All ranks raise the error, and print the last report with it."""
-    locator, plugin = OverflowLocator(), scaled()
-    plugin.scaler.max_consecutive_skips = 2
+    scaler = DynamicLossScaler(1024.0, min_scale=1024.0, max_consecutive_skips=2)
+    locator, plugin = OverflowLocator(), WithoutAutocast("fp16", scaler=scaler)
     message = ""
     try:
-        train(Net({(1, 1): "nan", (0, 2): "nan"}), plugin=plugin, callbacks=[locator])
+        train(Net({(1, 1): "gradient", (0, 2): "nan"}), plugin=plugin, callbacks=[locator])
     except FloatingPointError as error:
         message = str(error)
     return {"message": message, "reports": [(r.record.index, r.rank, r.cause) for r in locator.reports]}

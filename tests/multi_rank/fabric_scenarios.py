@@ -221,7 +221,7 @@ def stuck() -> Any:
     trouble: Trouble = {(1, n): "gradient" for n in range(9)}
     messages: list[str] = []
     for sharded in (False, True):
-        plugin = FabricAmpPrecision("fp16", scaler=DynamicLossScaler(1024.0, max_consecutive_skips=2))
+        plugin = FabricAmpPrecision("fp16", scaler=DynamicLossScaler(1024.0, min_scale=1024.0, max_consecutive_skips=2))
         strategy: Any = (
             FabricModelParallel(shard, data_parallel_size=2, tensor_parallel_size=1, timeout=TIMEOUT)
             if sharded

@@ -112,7 +112,6 @@ def scalers() -> dict[str, Any]:
         trainer = trainer_for(plugin, callbacks=[Overflow((1,), rank=1), monitor])
         trainer.fit(MODULES["automatic"]("adamw"), batches(6, 8))
         result[name] = [r.next_scale for r in monitor.history]
-        assert isinstance(scaler, float) or plugin.scaler is scaler
     return result
 
 

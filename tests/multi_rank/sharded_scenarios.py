@@ -33,7 +33,7 @@ from multi_rank.ranks import (
     initialise,
     scaled,
 )
-from support import all_of_ours
+from support import WithoutAutocast, all_of_ours
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -312,8 +312,7 @@ def callbacks() -> Any:
 @scenario(2)
 def stuck() -> Any:
     """A run that only skips raises its error on all ranks, and the error names parameters."""
-    plugin = scaled()
-    plugin.scaler.max_consecutive_skips, plugin.scaler.min_scale = 2, plugin.scaler.get_scale()
+    plugin = WithoutAutocast("fp16", scaler=DynamicLossScaler(1024.0, min_scale=1024.0, max_consecutive_skips=2))
     try:
         train(Regression("fsdp", {(1, 1): "gradient", (0, 2): "gradient"}), (2, 1), plugin=plugin)
     except FloatingPointError as error:

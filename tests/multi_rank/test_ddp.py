@@ -85,14 +85,14 @@ def test_half_parameters_are_upcast_and_resume(ranks: list[dict[str, Any]]) -> N
 def test_an_optimizer_without_gradients_on_one_rank(ranks: list[dict[str, Any]]) -> None:
     """Count steps where gradients are missing.
 
-    Step 2 has none on any rank: it leaves no record, and the scale does not grow. Step 3, with a NaN loss on the rank
-    without gradients, counts. Step 5 overflows, and that loss is the reason.
+    Step 2 has none on any rank, so the scale does not grow. Step 3, with a NaN loss on the rank without gradients,
+    counts. Step 5 overflows, and that loss is the reason.
     """
     one, other = (rank["no_gradients_on_one_rank"] for rank in ranks)
     for key in ("scales", "tracker", "counts"):
         assert one[key] == other[key]
     assert one["scales"] == [1024.0, 2048.0, 2048.0, 2048.0, 4096.0, 4096.0]
-    assert (one["tracker"], one["counts"]) == (0, (4, 1))
+    assert (one["tracker"], one["counts"]) == (0, (4, 1)), "step 2, without gradients, is no step"
     assert one["weight"] == [1 - 0.5 * 4] * 3
     assert other["weight"] == [1.0] * 3
 
@@ -129,7 +129,7 @@ def test_a_stuck_run_stops_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     one, other = (rank["stuck"] for rank in ranks)
     assert one == other
     assert "2 optimizer steps in a row were skipped" in one["message"]
-    assert one["reports"] == [(1, 1, "loss"), (2, 0, "loss")]
+    assert one["reports"] == [(1, 1, "backward"), (2, 0, "loss")]
 
 
 def test_gradient_figures_are_those_of_all_ranks(ranks: list[dict[str, Any]]) -> None:

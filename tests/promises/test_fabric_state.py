@@ -550,7 +550,7 @@ def test_lazy_modules(optimizer: str) -> None:
     reference = Loop(None, make, OPTIMIZERS[optimizer]).run(without([0]))
     assert_same(loop.weights(), reference.weights())
     loop = Loop(FabricPlugins().bf16(), lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()))
-    with pytest.raises(RuntimeError, match="uninitialized parameter or buffer.*Call `forward` to initialize"):
+    with pytest.raises(ValueError, match="uninitialized parameter.*Call `forward` with a dummy batch to initialize"):
         loop.model(batches()[0])
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import (
     DEVICE,
+    Records,
     Toy,
     WithoutAutocast,
     assert_same,
@@ -287,3 +288,18 @@ def loop_in_torch(scaler: torch.amp.GradScaler) -> None:
     scaler.step(optimizer)
     scaler.update()
     assert weight.tolist() == [0.5, 0.5]
+
+
+def overflows_four_times(module: Any, batch: Tensor, scaler: Any) -> None:
+    for _ in range(4):
+        module.optimizers().zero_grad()
+        module.backward_of(module.loss(batch), scaler)
+        module.net[0].weight.grad[0] = torch.inf
+        module.optimizers().step()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_scale_falls_between_the_rounds_of_a_batch(by_hand: bool) -> None:
+    records = Records()
+    fit(lambda: Manual(overflows_four_times, by_hand=by_hand), scaled(DynamicLossScaler(2.0**16)), callbacks=[records])
+    assert [record.scale for record in records.all][:4] == [2.0**16, 2.0**15, 2.0**14, 2.0**13]
