@@ -6,7 +6,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -84,14 +84,13 @@ def together(trainer: Trainer, *, wait: bool = False) -> Generator[None]:
     except Exception:
         words.fail()
         if wait:
-            words.arrive("end", words.size, whatever=True)
+            with suppress(OtherRankFailedError):
+                words.arrive("end", words.size, is_end=True)
         raise
     finally:
         words.are_heeded = not is_outer
     if wait:
-        words.arrive("end", words.size, whatever=True)
-        if words.has_failed:
-            raise OtherRankFailedError
+        words.arrive("end", words.size, is_end=True)
 
 
 @final
@@ -108,49 +107,53 @@ class _Words:
         self.are_heeded = False  # before collective operations
         self._number = 0
         self._arrivals = Counter[str]()
+        self._failed = list[str]()  # the key of this rank's failure
         self._store = torch.distributed.PrefixStore("lightning_amp/0/", root)
 
     @property
-    def has_failed(self) -> bool:
+    def _has_failed(self) -> bool:
         return self._store.check(["failed"])
 
     def fail(self) -> None:
         with self._reaching():
             self._store.set("failed", "1")
+            self._failed = ["failed"]
 
     def forget(self) -> None:
         """Begin anew, on all ranks."""
         with self._reaching():
-            for group, number in self._arrivals.items():
-                self._remove(f"{group}/{number}")
-            self._store.delete_key("failed")
+            for key in self._failed + [f"{group}/{number}" for group, number in self._arrivals.items()]:
+                self._remove(key)
         self._number += 1
+        self._failed.clear()
         self._arrivals.clear()
         self._store = torch.distributed.PrefixStore(f"lightning_amp/{self._number}/", self.root)
 
-    def arrive(self, group: str, size: int, *, whatever: bool = False) -> None:
+    def arrive(self, group: str, size: int, *, is_end: bool = False) -> None:
         """Wait until all ranks of a process group have arrived, before their next collective operation.
 
+        All of them return, or all raise. At the end of a run, ranks that have failed arrive, too.
+
         Raises:
-            OtherRankFailedError: If another rank has failed, and will not take part; not with `whatever`.
+            OtherRankFailedError: If another rank has failed, and will not take part.
             RankMissingError: If another rank does not arrive within the limit.
         """
         with self._reaching():
             self._arrivals[group] += 1
             key, before = (f"{group}/{self._arrivals[group] - i}" for i in (0, 1))
             if self._store.add(key, 1) < size:
-                goes = self._answer(f"{key}/answer", whatever)
+                goes = self._answer(f"{key}/answer", is_end)
             else:  # the last rank decides, and also removes what the ranks have read at their last meeting
                 self._remove(before)
-                decided = "go" if whatever or not self.has_failed else "stop"
+                decided = "stop" if self._has_failed else "go"
                 goes = self._store.compare_set(f"{key}/answer", "", decided)
         if goes != b"go":
             raise OtherRankFailedError
 
-    def _answer(self, key: str, whatever: bool) -> bytes:
+    def _answer(self, key: str, is_end: bool) -> bytes:
         end, pause = time.monotonic() + self.limit.total_seconds(), _FIRST_PAUSE
         while not self._store.check([key]):  # the store's own `wait` prints a warning when it gives up
-            if not whatever and self.has_failed:
+            if not is_end and self._has_failed:
                 return self._store.compare_set(key, "", "stop")
             if time.monotonic() > end:
                 self._store.set(f"waits/{self._rank}", "1")
