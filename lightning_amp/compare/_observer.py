@@ -25,11 +25,6 @@ _MOST_LOSSES = 500
 
 
 @final
-class MarginError(ValueError):
-    """A margin is for a metric that the module does not log."""
-
-
-@final
 class Observer(Callback):
     """Notes the curves, the times and the memory of one run.
 
@@ -39,7 +34,7 @@ class Observer(Callback):
         margins: The first validation must log their metrics.
 
     Raises:
-        MarginError: By its hooks, if it does not.
+        ValueError: By its hooks, if it does not.
 
     """
 
@@ -137,7 +132,7 @@ class Observer(Callback):
         self.directions.update(_lightning.metric_directions(trainer))
         wrong = wrong_margin(self._margins, self.curves, self.directions)
         if wrong:
-            raise MarginError(wrong)
+            raise ValueError(wrong)
         self._margins = {}
         self._resume()
 

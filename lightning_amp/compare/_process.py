@@ -257,7 +257,7 @@ class Server:
 
 @final
 class Call:
-    """Unpickled, it is the data of the run that was packed. A worker imports neither Lightning nor the user's modules.
+    """Unpickled, it is the data of the run that was packed. A worker does not import the user's modules.
 
     A worker without this package raises `ModuleNotFoundError` in `pickle.loads`. A worker of Dask that cannot read a
     call ends, and the caller would wait for ever.

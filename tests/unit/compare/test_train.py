@@ -219,6 +219,6 @@ def test_data_without_a_length(tmp_path: Path) -> None:
 )
 def test_margins_are_checked_at_the_first_validation(margins: Any, says: str, tmp_path: Path) -> None:
     run = here(replace(spec(tmp_path, max_epochs=2), margins=margins))
-    assert re.search(says, run.refused)
+    assert re.search(says, run.error or "")
     assert run.finished == (not says)
     assert run.num_steps == (12 if says else 24)
