@@ -54,7 +54,10 @@ def _wrong_length(found: GradientFault) -> str:
     times, scale = f"{rounded(total.norm_ratio)} times the length", exact(total.scale)
     if found.clipped:
         has = "differs from fp32" if math.isnan(total.norm_ratio) else f"has {times} that it has in fp32"
-        return f"The gradient {has}: {found.clipped} clips it while it is multiplied with the loss scale, {scale}."
+        return (
+            f"The gradient {has}: {found.clipped} clips it while it is multiplied with the loss scale, {scale}. Call"
+            " `lightning_amp.precision.unscale_(self.trainer, optimizer)` before it (not tried)."
+        )
     text = f"The gradient has the same direction as in fp32 (cosine {total.cosine:.4f}), but {times}"
     if abs(total.norm_ratio * total.scale - 1) < 0.02 and total.scale != 1:
         return f"{text}, which is 1 / loss scale: both `training_step` and the plugin divide by it."
@@ -72,7 +75,7 @@ def describe_derivative(found: InaccurateDerivative, helps: bool) -> str:
     elif found.zero > 0:
         lost = f"{percent(found.zero)} of its values become zero"
     cure = "`lightning_amp.precision.scaled_grad(self.trainer, ...)` in the place of `torch.autograd.grad`"
-    helped = f". {cure} helps (tried)" if helps else ""
+    helped = f". Use {cure} ({'tried: works' if helps else 'not tried'})"
     return (
         f"the derivative inside of the loss, {found.line}, is computed in fp16 without a loss scale, and differs from"
         f" fp32: {lost}{helped}."

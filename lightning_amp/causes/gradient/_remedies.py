@@ -28,7 +28,6 @@ from lightning_amp.shadow import (
     StepWatch,
     TrainingPass,
     gather,
-    inaccurate_derivatives,
     rows_of_parameters,
 )
 
@@ -77,21 +76,6 @@ class GradientRemedies:
         ranks = Lockstep(self._trainer)
         return [tried for _, tried in first_that_works(ranks, attempts, lambda tried: tried.works)]
 
-    def scaled_grad_helps(self) -> bool:
-        """Return whether `scaled_grad` brings the derivatives inside of the loss close to fp32, on all ranks."""
-        try:
-            fp32_pass = TrainingPass(self._trainer, self._module, upcast=True)
-            fp32_watch = StepWatch(fp32_pass.module)
-            self._run(fp32_pass, None, watch=fp32_watch)
-            amp_pass = TrainingPass(self._trainer, self._module)
-            plugin: Any = amp_pass.module.trainer.precision_plugin
-            amp_watch = StepWatch(amp_pass.module, self._loss_scale, differentiate=plugin.scaled_grad)
-            self._run(amp_pass, amp_pass.forward_context(), scale=self._loss_scale, watch=amp_watch)
-            helps = bool(amp_watch.derivatives) and not inaccurate_derivatives(fp32_watch, amp_watch)
-        except Exception:
-            helps = False
-        return all(gather(self._trainer, helps))
-
     # -- settings ------------------------------------------------------------------------------------------------------
 
     def _settings(
@@ -100,12 +84,6 @@ class GradientRemedies:
         """Iterate over settings, written as in code, each with a function that runs the step with it."""
         precision = fault.total.precision
         if fault.kind == "length":
-            if fault.clipped:
-                scale = min(self._loss_scale, recommended_scale or self._loss_scale)
-                yield (
-                    "`lightning_amp.precision.unscale_(self.trainer, optimizer)` before it",
-                    partial(self._unscaled, scale),
-                )
             return
         if precision == "fp16" and recommended_scale is not None and self._is_worth_trying(fault, recommended_scale):
             yield self._scale_setting(recommended_scale), partial(self._in_precision, scale=recommended_scale)
@@ -153,11 +131,6 @@ class GradientRemedies:
         if fp32:
             Fp32Modules(step.module, fp32, self._trainer.strategy.root_device.type, active=True)
         return self._run(step, step.forward_context(), scale=self._loss_scale if scale is None else scale)
-
-    def _unscaled(self, scale: float) -> Gradients:
-        step = TrainingPass(self._trainer, self._module)
-        watch = StepWatch(step.module, scale, unscale_before_clipping=True)
-        return self._run(step, step.forward_context(), scale=scale, watch=watch)
 
     def _run(
         self,

@@ -69,7 +69,7 @@ class GradientSearch:
         is_new = not self._knows_derivative and isinstance(trainer.precision_plugin, AmpPrecision)
         if sample.derivatives and is_new:
             self._knows_derivative = True
-            derivative, helps = sample.derivatives[0], remedies.scaled_grad_helps()
+            derivative = sample.derivatives[0]
         fault = find_gradient_fault(sample.rows, sample.order, sample.clipped)
         if fault is not None and fault.cause not in self._tried and len(self._tried) < _MOST_CAUSES:
             self._tried[fault.cause] = remedies.try_all(fault, recommended_scale)
