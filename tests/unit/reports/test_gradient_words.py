@@ -42,5 +42,6 @@ def test_each_kind() -> None:
     assert "call `lightning_amp.precision.unscale_(self.trainer, optimizer)` before it" in text
     assert words("length", clipped="`clip_grad_norm_`", norm_ratio=0.1, scale=64.0) == (
         "The gradient has 0.1 times the length that it has in fp32: `clip_grad_norm_` clips it while it is multiplied"
-        " with the loss scale, 64. Call `lightning_amp.precision.unscale_(self.trainer, optimizer)` before it (not tried)."
+        " with the loss scale, 64. Call `lightning_amp.precision.unscale_(self.trainer, optimizer)` before it (not"
+        " tried)."
     )
