@@ -10,9 +10,8 @@ from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import final
 
 from lightning_amp._compat import _sharding
@@ -93,12 +92,6 @@ class Exchange:
                 yield
             finally:
                 self._fsdp.settle()
-
-    def take_parameters(self, values: Iterable[Tensor]) -> None:
-        """Set the parameters until :meth:`active` ends."""
-        with torch.no_grad():
-            for parameter, value in zip(self._parameters, values, strict=False):
-                _sharding.local(parameter).copy_(_sharding.local(value))
 
     @contextmanager
     def _set_aside(self) -> Generator[None]:
