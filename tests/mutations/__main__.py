@@ -11,6 +11,7 @@ not apply any more: then change the patch, so that it takes the same behaviour a
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -22,18 +23,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-# everything that tests import, except this package: a fork has it already
-import lightning.pytorch  # noqa: F401
 import pytest
-import torch  # noqa: F401
-import torchmetrics  # noqa: F401
 
 from mutations.patches import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["-x", "-q", "-n0", "-m", "not slow", "-p", "no:cacheprovider", "--tb=line", "--no-header"]
-# plugins of pytest that were imported before it
-OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+OF_EARLY_PLUGINS = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
 SUITE = ["tests"]
 
 
@@ -45,6 +41,8 @@ def main() -> int:
     arguments = parser.parse_args()
     mutations = [m for m in MUTATIONS if arguments.only in m.behaviour]
     missed: list[str] = []
+    for name in ("torch", "torchmetrics", "lightning.pytorch"):  # a fork has them then
+        importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         copy_repository(copy)
@@ -112,7 +110,7 @@ def work(copy: Path, output: Path, tests: Sequence[str]) -> None:
     sys.path[:0] = [str(copy), str(copy / "tests")]
     found = importlib.util.find_spec("lightning_amp")
     assert found is not None and str(found.origin).startswith(str(copy)), found  # noqa: PT018
-    code = pytest.main([*OPTIONS, *tests])
+    code = pytest.main([*OPTIONS, *OF_EARLY_PLUGINS, *tests])
     sys.stdout.flush()
     os._exit(code)
 

@@ -98,9 +98,9 @@ SCALING = [
     ),
     Mutation(
         "an optimizer that catches exceptions steps on a skip",
-        "scaling/_steps.py",
-        "class _SkipStep(BaseException)",
-        "class _SkipStep(Exception)",
+        "scaling/_plan.py",
+        "class SkipStep(BaseException)",
+        "class SkipStep(Exception)",
         (STEP,),
     ),
     Mutation(
@@ -144,6 +144,20 @@ SCALING = [
         "        if never or watch.came_plain(state.optimizer):",
         "        if False:",
         ("tests/unit/scaling/test_scaled_steps.py", "tests/unit/precision/test_bypassed_steps.py"),
+    ),
+    Mutation(
+        "gradients that a user assigns are divided by the scale",
+        "scaling/_steps.py",
+        "if self._watch is not None and self._watch.was_assigned(state):",
+        "if False:",
+        (f"{PROMISES}test_unusual_loops.py",),
+    ),
+    Mutation(
+        "an optimizer that ignores its closure steps on scaled gradients",
+        "scaling/_steps.py",
+        "first = not state.takes_closure or not (plan.in_closure or state.is_torchs or has_hooks)",
+        "first = not state.takes_closure",
+        (STEP, f"{PROMISES}test_unusual_loops.py"),
     ),
     Mutation(
         "the scale does not fall between the steps of one batch",
@@ -277,7 +291,7 @@ SKIPPED_STEPS = [
     Mutation(
         "SWA's pass leaves inf in BatchNorm",
         "skipped_steps/_kept_buffers.py",
-        "        if before is None or self._had_backward:\n            return",
+        "        if before is None or (self._had_backward and not in_window):\n            return",
         "        return",
         (f"{SKIPPED}test_the_batch_norm_pass_of_swa", "tests/unit/skipped_steps/test_kept_buffers.py"),
     ),

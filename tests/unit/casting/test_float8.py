@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
 from support.fp8 import RECIPES, emulated, needs_torchao, sqnr_db
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap

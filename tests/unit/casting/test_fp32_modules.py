@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
 from support import assert_same
 from torch import Tensor, nn
 from torch._functorch import config
