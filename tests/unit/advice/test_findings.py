@@ -34,6 +34,7 @@ from support.doctor_facts import (
 from lightning_amp._user_line import Place
 from lightning_amp.advice import DoctorReport
 from lightning_amp.advice._machine import Format, Machine, Product
+from lightning_amp.advice._part_timer import BACKWARD
 from lightning_amp.advice._step import (
     Loading,
     Loss,
@@ -49,7 +50,7 @@ from lightning_amp.advice._step import (
 from lightning_amp.advice.findings._finding import decide
 from lightning_amp.advice.findings._not_faster import emulated_precision
 from lightning_amp.advice.findings._products import unaligned_products
-from lightning_amp.measure import BACKWARD, SpeedComparison
+from lightning_amp.measure import SpeedComparison
 
 PARTS = step().parts
 GPU = machine(device_type="cuda")
