@@ -10,7 +10,14 @@ from lightning_amp.findings._gradient import (
     GradientSample,
     InaccurateDerivative,
 )
-from lightning_amp.findings._lost_precision import WRONG_DB, LostPrecision, ModuleSums, bits_kept, describe_tried
+from lightning_amp.findings._lost_precision import (
+    WRONG_DB,
+    LostPrecision,
+    ModuleSums,
+    bits_kept,
+    describe_tried,
+    worst_db,
+)
 from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, ModuleRow
 from lightning_amp.findings._overflow import Diagnosis, DiagnosisCause, Operation, Where
 from lightning_amp.findings._remedy import Remedy, RemedyKind, TriedRemedy
@@ -40,4 +47,5 @@ __all__ = [
     "Where",
     "bits_kept",
     "describe_tried",
+    "worst_db",
 ]
