@@ -106,6 +106,7 @@ def _evaluate(
         # the fast path of torch's transformer layers does not call their inner modules
         closing.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
         mha.set_fastpath_enabled(False)
+        closing.enter_context(paired_random(device_type))  # hooks and copies may draw random numbers, too
         for one in passes:
             closing.callback(one.close)
         if rules:

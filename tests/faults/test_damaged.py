@@ -130,7 +130,7 @@ IN_CALLBACKS = [
     ("OverflowLocator", "reports", [{"rank": 0}], r"OverflowLocator\.reports` must be a list of reports"),
     ("OverflowLocator", "reports", [3], r"OverflowLocator\.reports` must be a list of reports"),
     ("GradientMonitor", "largest", NAN, r"GradientMonitor\.largest` must be a finite number"),
-    ("GradientMonitor", "rows", [[1, 2]], r"GradientMonitor\.rows` must be a list of rows of 14 values"),
+    ("GradientMonitor", "rows", [[1, 2]], r"GradientMonitor\.rows` must be a list of rows of 12 values"),
     ("MetricComparison", "rows", [[1]], r"MetricComparison\.rows` must be a list of rows of 7 values"),
     ("MetricComparison", "num_validations", None, r"no entry `MetricComparison\.num_validations`"),
 ]
