@@ -57,7 +57,7 @@ def run(*, compare: bool, precision: Any, tmp_path: Path, average: str = "", **o
     pl.seed_everything(3, verbose=False)
     model = Everything(num_loaders=options.pop("num_loaders", 1), manual=options.pop("manual", False))
     if options.pop("own", False):
-        precision = AmpPrecision("bf16" if isinstance(precision, MixedPrecision) else "fp32")
+        precision = AmpPrecision("bf16" if precision.precision == "bf16-mixed" else "fp32")
     if options.pop("profile", False):
         options["profiler"] = PyTorchProfiler(export_to_chrome=False)
     comparison = MetricComparison(limit_batches=options.pop("limit_batches", None))
