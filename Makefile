@@ -1,4 +1,4 @@
-# make demo, make compare, make test, make test-all, make test-device, make test-versions, make lint, make docs, make build, make bench, make gpu-evidence, make faults, make projects, make clean.
+# make demo, make compare, make test, make test-all, make test-device, make test-versions, make test-mutations, make lint, make docs, make build, make bench, make gpu-evidence, make faults, make projects, make clean.
 # Everything lives in .venv; nothing is installed twice.
 
 PYTHON ?= python3
@@ -11,6 +11,7 @@ FAULTS_ARGS ?=
 GPU_ARGS ?=
 VERSIONS ?=
 VERSIONS_ARGS ?=
+MUTATIONS_ARGS ?=
 PROJECTS_ARGS ?= --out docs/results/projects.md
 
 BIN := $(VENV)/bin
@@ -24,7 +25,7 @@ export OMP_WAIT_POLICY ?= passive
 # Who is told not to keep what is compiled compiles the tests anew in each worker, and the package in each process.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo compare test test-all test-device test-versions lint docs linkcheck build bench gpu-evidence faults projects clean
+.PHONY: demo compare test test-all test-device test-versions test-mutations lint docs linkcheck build bench gpu-evidence faults projects clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -54,11 +55,16 @@ test-device: $(VENV)/.test
 test-versions: $(VENV)/.versions
 	@PYTHONPATH=tests $(BIN)/python -m versions --workers $(WORKERS) $(VERSIONS_ARGS) $(VERSIONS)
 
+# Plants a fault at a time in a copy of the package; each must make a test fail.
+test-mutations: $(VENV)/.test
+	@PYTHONPATH=tests $(BIN)/python -m mutations $(MUTATIONS_ARGS)
+
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(if $(wildcard .github),$(BIN)/zizmor --offline --quiet .github)
 	$(BIN)/python tests/check_pins.py
+	$(BIN)/python -m pytest -q -n $(WORKERS) -p no:cacheprovider tests/prose/*.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The documentation, into docs/_build/html; a warning is an error, and so is a link that leads nowhere. It is built anew each

@@ -188,16 +188,18 @@ def call_after_backward(function: Any) -> None:
 # Fused optimizers skip inside their kernel if two attributes say so. `GradScaler.step` uses this protocol, which has no
 # public form.
 
+# read when it is needed: the first optimizer of a class gets a `step` that is wrapped for the profiler
 _FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
 def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `step` of this optimizer reads `found_inf` and `grad_scale` on the device, after its closure.
 
-    Only torch's own classes qualify, since a third-party fused optimizer may read them before the closure. Remove when
-    torch has a public check.
+    Only torch's own `step` qualifies, since another one may read the gradients before the closure, or after it. Remove
+    when torch has a public check.
     """
-    return isinstance(optimizer, _FUSED_CLASSES) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    known = getattr(type(optimizer), "step", None) in {kind.step for kind in _FUSED_CLASSES}
+    return known and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 # Remove when loading a checkpoint leaves `fused` alone.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from lightning_amp.advice._step import (
 from lightning_amp.advice._watch import Watch
 from lightning_amp.advice.findings._products import unaligned_products
 from lightning_amp.casting import Choice, our_name
-from lightning_amp.compare import Spec, check_trainer_names, parse_arms, progress
+from lightning_amp.compare import Progress, Spec, check_trainer_names, parse_arms
 from lightning_amp.measure import DATA, OPTIMIZER
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import (
@@ -111,9 +110,8 @@ def doctor(
     arm = _arm(precision)
     where = _device(device, kwargs)
     given = our_name(arm.source.get("precision", "auto") if isinstance(arm.source, Mapping) else arm.source.precision)
-    with unnoticed(where), progress(1) as shown:
-        shown.start("doctor")
-        say = partial(shown.move, None)
+    with unnoticed(where), Progress(1) as shown:
+        say = shown.begin
         if make_module is not None:
             require_unsharded(make_module, "doctor")
         say(f"timing products on {where}")
@@ -144,7 +142,7 @@ def _examine_step(
         module, plugin, watch = own(), arm.plugin(), Watch(device, __file__)
         say("training some steps")
         step = _watched_fit(watch, private_trainer(device, plugin, [watch], trainer_kwargs), module, data)
-        step = replace(step, plugin=arm.description, alignment=16 if step.precision == "fp8" else 8)
+        step = replace(step, plugin=arm.description)
         if not step.parts:  # the loss scale does not settle: no time means anything
             return step
         contestants = list(_contestants(step, module, plugin, arm, own))
@@ -159,7 +157,6 @@ def _examine_step(
         fp32_memory=fp32.memory if fp32 else None,
         unaligned=_unaligned(step, device),
         variants=variants,
-        notes=tuple(f"{variant.label}: {variant.error}" for variant in variants if variant.error),
     )
 
 

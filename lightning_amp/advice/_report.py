@@ -190,8 +190,8 @@ def _of_step(step: Step, machine: Machine) -> Iterator[str | Table]:
         if any(getattr(found, field) for found in both)
     ]
     yield Table(("memory at the peak", step.precision, FP32)[: len(both) + 1], rows)
-    if step.notes:
-        yield "\n".join(f"- not measured: {note}" for note in step.notes)
+    yield "The peak is measured; copies and logits follow from the sizes of tensors, and activations are the rest."
+    yield from (f"- not measured: {v.label}: {v.error}" for v in step.variants if v.error)
 
 
 def _of_machine(machine: Machine, *, with_traps: bool) -> Iterator[str | Table]:

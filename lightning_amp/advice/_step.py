@@ -134,11 +134,15 @@ class Recording:
         return sum(operation.seconds for operation in self.operations)
 
     @cached_property
+    def call_s(self) -> float:
+        """Return the seconds of an operation that computes nothing: the fixed cost of each call."""
+        empty = [operation.seconds for operation in self.of_the_module if operation.name in _EMPTY]
+        return median(empty) if empty else 0.0
+
+    @cached_property
     def product_s(self) -> float:
         """Return the seconds in matrix products, without the fixed cost of each call."""
-        empty = [operation.seconds for operation in self.of_the_module if operation.name in _EMPTY]
-        call_s = median(empty) if empty else 0.0
-        return sum(max(0.0, operation.seconds - call_s) for operation in self.of_the_module if operation.flops)
+        return sum(max(0.0, operation.seconds - self.call_s) for operation in self.of_the_module if operation.flops)
 
     @cached_property
     def convolution_flops(self) -> int:
@@ -169,6 +173,8 @@ class Variant:
 @dataclass(frozen=True)
 class Memory:
     """Bytes that a training step holds at its peak.
+
+    The peak is measured. Copies and logits follow from the sizes of tensors, and activations are the rest.
 
     Attributes:
         weights: Parameters and buffers.
@@ -267,11 +273,9 @@ class Step:
         fp32_memory: Memory at the peak in fp32; `None` if it could not run.
         loading: How batches are loaded; `None` if the loader is not a plain `DataLoader`.
         unaligned: The products whose sizes are not aligned, if there are any.
-        alignment: The number that sizes should be multiples of.
         num_seen: Number of steps after the loss scale had time to settle.
         num_bad: How many of them were not finite.
         bad_loss: Whether the loss of the recorded step was not finite.
-        notes: Measurements that failed, and why.
 
     """
 
@@ -288,12 +292,15 @@ class Step:
     optimizers: tuple[OptimizerFacts, ...]
     loading: Loading | None
     unaligned: Unaligned | None = None
-    alignment: int = 8
     variants: tuple[Variant, ...] = ()
     num_seen: int = 1
     num_bad: int = 0
     bad_loss: bool = False
-    notes: tuple[str, ...] = ()
+
+    @property
+    def alignment(self) -> int:
+        """Return the number that sizes should be multiples of."""
+        return 16 if self.precision == "fp8" else 8
 
     def variant(self, label: Label) -> Variant | None:
         """Return a variant that was timed; `None` if it was not timed, or failed."""

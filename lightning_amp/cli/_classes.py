@@ -9,8 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from jsonargparse import ActionConfigFile, get_loader
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -25,15 +24,6 @@ from lightning_amp.cli._output import note
 _SECTIONS = ("trainer", "model", "data", "optimizer", "lr_scheduler")
 _IGNORED = ("seed_everything", "ckpt_path", "weights_only", "verbose", "return_predictions")
 """Keys of a YAML of a LightningCLI besides its sections."""
-
-
-@final
-class UserClasses(NamedTuple):
-    """The user's classes, as a command line describes them: factories, and arguments of the Trainer."""
-
-    make_module: Factory
-    make_data: Factory
-    trainer_kwargs: dict[str, Any]
 
 
 def class_parser(**settings: Any) -> LightningArgumentParser:
@@ -70,8 +60,8 @@ def with_configs(arguments: Sequence[str]) -> list[str]:
     return [*(f"--config={json.dumps(config, default=str)}" for config in found), *others]
 
 
-def user_classes(options: Any) -> UserClasses:
-    """Return factories for the classes among parsed options, and make the objects among the Trainer's arguments."""
+def user_classes(options: Any) -> dict[str, Any]:
+    """Return what our functions take: factories for the classes among parsed options, and the Trainer's arguments."""
     options = options.as_dict()
     _require_all("model", options["model"])
     _require_all("data", options["data"])
@@ -86,8 +76,8 @@ def user_classes(options: Any) -> UserClasses:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # warnings of jsonargparse about Lightning
         made = parser.instantiate_classes(parser.parse_object({"trainer": given}))["trainer"]
-    kwargs = {name: made[name] for name in given}
-    return UserClasses(Factory("model", own), Factory("data", {"data": options["data"]}), kwargs)
+    factories = {"make_module": Factory("model", own), "make_data": Factory("data", {"data": options["data"]})}
+    return {**factories, "trainer_kwargs": {name: made[name] for name in given}}
 
 
 def _import(option: str, module: str) -> None:
@@ -138,7 +128,7 @@ def _read(path: str, classes: Mapping[str, str | None]) -> dict[str, Any]:
 
     """
     found = _load(path)
-    found = _load(path, found["fit"]) if "fit" in found else found
+    found = _mapping(path, found["fit"]) if "fit" in found else found
     unknown = [key for key in found if key not in (*_SECTIONS, *_IGNORED)]
     if unknown:
         raise UsageError(
@@ -147,7 +137,7 @@ def _read(path: str, classes: Mapping[str, str | None]) -> dict[str, Any]:
         )
     if found.get("ckpt_path") is not None:
         raise UsageError(f"--config {path} has a `ckpt_path`; a comparison trains from the start: remove it")
-    sections = {key: _load(path, found[key]) for key in _SECTIONS if found.get(key) is not None}
+    sections = {key: _mapping(path, found[key]) for key in _SECTIONS if found.get(key) is not None}
     for key in ("model", "data", "optimizer", "lr_scheduler"):
         if key in sections and "class_path" not in sections[key]:
             if not classes.get(key):
@@ -161,21 +151,22 @@ def _read(path: str, classes: Mapping[str, str | None]) -> dict[str, Any]:
     return {**sections, "seed": seed} if isinstance(seed, int) and not isinstance(seed, bool) else sections
 
 
-def _load(path: str, value: Any = None) -> dict[str, Any]:
-    """Return a mapping: the file, a part of it, or a part that is a file beside it. YAML as jsonargparse reads it."""
-    if isinstance(value, str) and Path(value).suffix in {".yaml", ".yml", ".json"}:
-        path, value = str(Path(path).parent / value), None
-    if value is None:
-        try:
-            with open_text(path, "--config") as file:
-                value = get_loader("yaml")(file.read())
-        except FileNotFoundError as error:
-            raise UsageError(f"there is no file `{path}`, which --config names") from error
-        except Exception as error:  # of YAML, or of an fsspec driver
-            raise UsageError(f"--config {path} cannot be read as YAML: {error}") from error
-    if not isinstance(value, (Mapping, type(None))):
+def _load(path: str) -> dict[str, Any]:
+    """Return a mapping, read as jsonargparse reads YAML."""
+    try:
+        with open_text(path, "--config") as file:
+            value = get_loader("yaml")(file.read()) or {}
+    except FileNotFoundError as error:
+        raise UsageError(f"there is no file `{path}`, which --config names") from error
+    except Exception as error:  # of YAML, or of an fsspec driver
+        raise UsageError(f"--config {path} cannot be read as YAML: {error}") from error
+    return _mapping(path, value)
+
+
+def _mapping(path: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
         raise UsageError(f"--config {path} must hold a mapping with {', '.join(_SECTIONS)}, got {value!r}")
-    return {str(name): inner for name, inner in (value or {}).items()}
+    return {str(name): inner for name, inner in value.items()}
 
 
 # -- factories ---------------------------------------------------------------------------------------------------------
@@ -201,20 +192,10 @@ class Factory:
         return made.model if self._key == "model" else made.datamodule
 
     def __repr__(self) -> str:
-        """Write the factory as code."""
-        extra = [f"{name}: {describe(value)}" for name, value in self._config.items() if name != self._key]
-        return ", ".join([describe(self._config[self._key]), *extra])
-
-
-def describe(value: Any) -> str:
-    """Write a class and its arguments as code: `models.Net(width=64)`."""
-    if isinstance(value, Mapping) and "class_path" in value:
-        arguments = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}
-        inside = ", ".join(f"{name}={describe(argument)}" for name, argument in arguments.items())
-        return f"{value['class_path']}({inside})"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(describe, value))}]"
-    return repr(value)
+        """Write the factory as code: `models.Net(width=64)`."""
+        config = self._config[self._key]
+        arguments = {**(config.get("init_args") or {}), **(config.get("dict_kwargs") or {})}
+        return f"{config['class_path']}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
 
 @final

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp._text import counted
-from lightning_amp.cli._errors import Interrupted, UsageError
+from lightning_amp.cli._errors import UsageError
 from lightning_amp.cli._output import Outcome, json_writer, note
 
 if TYPE_CHECKING:
@@ -26,21 +26,15 @@ CLASS_OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Options that jsonargparse makes of the classes; they are only shown in `--help`."""
 
-_SEED = {
-    "metavar": "N",
-    "type": int,
-    "default": 0,
-    "help": "the first seed; default: seed_everything of the YAML, or 0",
-}
+_SEED = {"metavar": "N", "type": int, "default": 0, "help": "the first; default: seed_everything of the YAML, or 0"}
 _JSON = {"metavar": "FILE", "help": "save all measurements as JSON"}
-_PRECISION = {"metavar": "NAME"}
 
 
 def _user(options: Any) -> Mapping[str, Any]:
     """Return the arguments that all functions share."""
     from lightning_amp.cli._classes import user_classes
 
-    return user_classes(options)._asdict()
+    return user_classes(options)
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------------
@@ -105,29 +99,18 @@ share, and a last command judges all runs:
 
 Exit status: 0, or 1 if a precision is worse, or if a run failed or is missing."""
 
+_FIRST = "the first is the reference; default: fp32 bf16 fp16"
+_AT_ONCE = "train N runs at once, each on the accelerators of --trainer.devices, or on its share of the CPU cores"
+_CONTROL = "train the reference again, weights changed in the last bit; default: with two or more seeds"
+
 COMPARE_OPTIONS: dict[str, dict[str, Any]] = {
-    "--precisions": {
-        "metavar": "NAME",
-        "help": "the first is the reference; default: fp32 bf16 fp16",
-        "nargs": "+",
-        "default": ["fp32", "bf16", "fp16"],
-    },
+    "--precisions": {"metavar": "NAME", "nargs": "+", "default": ["fp32", "bf16", "fp16"], "help": _FIRST},
     "--seeds": {"metavar": "N", "help": "how many; fewer than three give no verdict", "type": int, "default": 1},
     "--seed": _SEED,
     "--margins": {"metavar": ".METRIC X", "help": "what a precision may cost in a metric", "type": dict, "default": {}},
-    "--control": {
-        "metavar": "true|false",
-        "help": "train the reference again, its initial weights changed in the last bit;"
-        " default: with two or more seeds",
-        "type": bool,
-    },
+    "--control": {"metavar": "true|false", "help": _CONTROL, "type": bool},
     "--dirpath": {"metavar": "DIR", "help": "keep finished runs; the same command continues from there"},
-    "--devices-at-once": {
-        "metavar": "N",
-        "help": "train N runs at once, each on as many accelerators as --trainer.devices says,"
-        " or on its share of the CPU cores",
-        "type": int,
-    },
+    "--devices-at-once": {"metavar": "N", "help": _AT_ONCE, "type": int},
     "--part": {"metavar": "I/N", "help": "train share I of N, from 1 on, into --dirpath; print no report"},
     "--collect": {"help": "train nothing; judge the runs in --dirpath", "action": "store_true"},
     "--json": _JSON,
@@ -158,7 +141,7 @@ def run_compare(options: Any) -> Outcome:
     except KeyboardInterrupt as error:
         goes_on = f"finished runs are in `{options.dirpath}`, and the same command continues from there"
         without = "with `--dirpath DIR` the same command goes on where it was stopped"
-        raise Interrupted(f"interrupted; {goes_on if options.dirpath else without}") from error
+        raise KeyboardInterrupt(f"interrupted; {goes_on if options.dirpath else without}") from error
     return Outcome(report.to_markdown(), {"--json": report.to_json, "--html": report.to_html}, _has_work(report))
 
 
@@ -201,17 +184,13 @@ def _executor(num_at_once: int | None, devices: object) -> LocalDevices | None:
 def _outcome_of_part(runs: Sequence[Run], part: int, num_parts: int) -> Outcome:
     failed = [run for run in runs if not run.finished]
     text = f"Part {part} of {num_parts}: {counted(len(runs), 'run')}, {len(failed)} failed.\n"
-    if not runs:
-        text = f"Part {part} of {num_parts} has no run, because there are fewer runs than parts.\n"
     lines = "".join(f"\n- `{run.name}`: {' '.join((run.error or '').split())}\n" for run in failed)
     return Outcome(text + lines, has_work=bool(failed))
 
 
 def _margin(name: str, value: Any) -> Any:
-    """Read `0.1`, `max:0.1` or `["max", 0.1]`."""
+    """Read `0.1` or `max:0.1`."""
     way, _, number = value.rpartition(":") if isinstance(value, str) else ("", "", value)
-    if isinstance(value, list) and len(value) == 2:
-        way, number = value
     try:
         if way in ("", "min", "max"):
             return (way, float(number)) if way else float(number)
@@ -235,13 +214,11 @@ in processes of their own. The data module or the module must have a
 
 Exit status: 0, or 1 if a precision has no batch size that fits."""
 
+_LIMIT = "limit for each device; default: its free memory; needed on the CPU"
+
 BATCH_SIZE_OPTIONS: dict[str, dict[str, Any]] = {
     "--precisions": {"metavar": "NAME", "help": "default: fp32 bf16", "nargs": "+", "default": ["fp32", "bf16"]},
-    "--memory-limit-gib": {
-        "metavar": "GIB",
-        "help": "limit for each device; default: its free memory; needed on the CPU",
-        "type": float,
-    },
+    "--memory-limit-gib": {"metavar": "GIB", "help": _LIMIT, "type": float},
     "--seed": {**_SEED, "help": "ignored: the values do not matter here"},
     "--json": _JSON,
 }

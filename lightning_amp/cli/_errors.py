@@ -41,10 +41,6 @@ class UsageError(Exception):
     """The user asked for something impossible. `main` prints the text as one line: the fault, and what is legal."""
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error
-    """Ctrl-C, with a text that explains how to continue."""
-
-
 def usage_error(error: Exception) -> UsageError | None:
     """Turn an exception into one line; return `None` if it is an error of this package.
 

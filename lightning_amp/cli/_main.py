@@ -12,10 +12,11 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_amp._compat import _messages
+from lightning_amp._compat._messages import short_class_names
+from lightning_amp.cli._commands import CLASS_OPTIONS
 from lightning_amp.cli._errors import (
     CRASHED,
     FINE,
@@ -23,7 +24,6 @@ from lightning_amp.cli._errors import (
     PIPE_CLOSED,
     TO_DO,
     WRONG_USE,
-    Interrupted,
     UsageError,
     usage_error,
 )
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         return PIPE_CLOSED
-    except (Interrupted, KeyboardInterrupt) as error:
+    except KeyboardInterrupt as error:
         return _say(name, str(error) or "interrupted", INTERRUPTED, debug=debug)
     except UsageError as error:
         return _say(name, str(error), WRONG_USE, debug=debug)
@@ -92,25 +92,20 @@ def _run(arguments: list[str]) -> int:
     from lightning_amp import __version__
 
     settings: dict[str, Any] = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = ArgumentParser(
-        prog=NAME,
-        version=__version__,
-        description="Choose a precision, and see what it did.",
-        epilog=_EXIT_STATUS,
-        exit_on_error=False,
-        **settings,
-    )
+    top: dict[str, Any] = {"version": __version__, "description": "Choose a precision, and see what it did."}
+    parser = ArgumentParser(prog=NAME, epilog=_EXIT_STATUS, exit_on_error=False, **top, **settings)
     commands = parser.add_subcommands(metavar="COMMAND")
-    name = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
     file = importlib.import_module(f"lightning_amp.cli.{'_saved_scales' if name == 'scale' else '_commands'}")
-    constant = (name or "").upper().replace("-", "_")
+    constant, own = name.upper().replace("-", "_"), parser
     options: dict[str, dict[str, Any]] = getattr(file, f"{constant}_OPTIONS", {})
     for command, what in COMMANDS.items():
-        own = ArgumentParser(exit_on_error=False, **settings)
+        made = ArgumentParser(exit_on_error=False, **settings)
         if command == name:
             settings |= {"usage": f"{NAME} {name} [options]", "description": getattr(file, constant)}
-            own, arguments = _own_parser(arguments, options, settings)
-        commands.add_subcommand(command, own, help=what)
+            made, arguments = _own_parser(arguments, options, settings)
+            own = made
+        commands.add_subcommand(command, made, help=what)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # warnings of jsonargparse about Lightning
@@ -118,15 +113,15 @@ def _run(arguments: list[str]) -> int:
     except SystemExit:  # `--help`, `--version`
         return FINE
     except Exception as error:
-        raise UsageError(_one_line(str(error), arguments, options)) from error
-    assert name is not None
+        names = [*options, *CLASS_OPTIONS, *(f"--{key}" for key in own.get_defaults().keys() if "." in key)]  # noqa: SIM118
+        raise UsageError(_one_line(str(error), arguments, names)) from error
     found = parsed[name]
     paths: Mapping[str, str | None] = {f"--{option}": found.get(option) for option in _OUTPUTS}
     for option, path in paths.items():
         check_output(option, path)
     try:
         outcome = getattr(file, f"run_{constant.lower()}")(found)
-    except (BrokenPipeError, UsageError, Interrupted):
+    except (BrokenPipeError, UsageError):
         raise
     except Exception as error:
         wrong = usage_error(error)
@@ -142,79 +137,52 @@ def _run(arguments: list[str]) -> int:
 
 def _own_parser(arguments: list[str], options: Mapping[str, Any], settings: dict[str, Any]) -> tuple[Any, list[str]]:
     """Return the parser of a command, and the arguments with the YAML files in front."""
-    from jsonargparse import ArgumentParser
-
-    from lightning_amp.cli._commands import CLASS_OPTIONS
-
     name, *others = arguments
-    without_classes = name == "scale" or (
-        name == "doctor" and not any(argument.partition("=")[0] in CLASS_OPTIONS for argument in others)
-    )
-    if "--help" in others or "-h" in others:
-        options = options if name == "scale" else {**CLASS_OPTIONS, **options}
-        without_classes = True
-    if without_classes:
-        parser = ArgumentParser(exit_on_error=False, **settings)
-    else:
+    wants_help = bool({"--help", "-h"} & {*others})
+    # without a module, `doctor` looks at the machine
+    has_classes = name != "doctor" or any(argument.partition("=")[0] in CLASS_OPTIONS for argument in others)
+    if has_classes and name != "scale" and not wants_help:
         from lightning_amp.cli._classes import class_parser, with_configs
 
-        parser = class_parser(**settings)
-        others = with_configs(others)
+        parser, others = class_parser(**settings), with_configs(others)
+    else:
+        from jsonargparse import ArgumentParser
+
+        parser = ArgumentParser(exit_on_error=False, **settings)
+        options = {**CLASS_OPTIONS, **options} if wants_help and name != "scale" else options
     for option, how in options.items():
         parser.add_argument(option, **how)
     return parser, [name, *others]
 
 
-def _one_line(text: str, arguments: Sequence[str], options: Mapping[str, Any]) -> str:
+def _one_line(text: str, arguments: Sequence[str], names: Sequence[str]) -> str:
     """Turn an error of jsonargparse, which may have many lines, into one line, with the nearest legal name."""
-    lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
-    text = "; ".join(line for line in lines if not _NOISE.match(line)).replace(":; ", ": ")
-    key = re.match(r"Parser key \"([\w.]+)\":", text)
-    if key is not None:
-        option = key[1] if "." in key[1] else key[1].replace("_", "-")
-        text = f"--{option}:{text[key.end() :]}"
-    text = _messages.short_class_names(text).replace("Expected a int", "Expected an int")
-    inside = f"{key[1]}." if key is not None else ""
-    text = re.sub(r"(?<=required: ).*", lambda found: _as_options(found[0], options, inside), text)
     if not arguments or arguments[0] not in COMMANDS:
         what = f"{arguments[0]!r} is no command" if arguments else "a command is missing"
         near = _nearest(arguments[0], COMMANDS) if arguments else ""
         return f"{what}{near}; there are {', '.join(COMMANDS)} (`{NAME} --help` says what they do)"
-    unknown = re.search(
-        r"nrecognized arguments: (--[\w.-]+)|'(\w+)' is not accepted|not accept option '([\w.]+)'", text
-    )
-    if unknown is None:
+    lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
+    text = short_class_names("; ".join(line for line in lines if not _NOISE.match(line)).replace(":; ", ": "))
+    text = re.sub(r"^Parser key \"(\w+)\":", lambda found: f"--{found[1].replace('_', '-')}:", text)
+    text = re.sub(r"^Parser key \"([\w.]+)\":", r"--\1:", text).replace("Expected a int", "Expected an int")
+    text = re.sub(rf"\b{arguments[0]}\.([a-z]\w*)", r"--\1", text).replace(f"{arguments[0]}.", "")
+    found = re.search(r"nrecognized arguments: (--[\w.-]+)|not accept option '([\w.]+)'|'(\w+)' is not accepted", text)
+    if found is None:
         return text
-    names = [option for option in options if option.startswith("--")]
-    if arguments[0] != "scale":
-        from lightning.pytorch import Trainer
-
-        trainer = inspect.signature(Trainer).parameters
-        names += [f"--{name}" for name in ("model", "data", "config", "optimizer", "lr_scheduler")]
-        names += [f"--trainer.{name}" for name in trainer]
-    if unknown[2] is not None:
+    if found[3] is not None:
         names = _arguments_of(text)
-        return f"{text}{_nearest(unknown[2], names)}; it takes {', '.join(names)}" if names else text
-    near = _nearest(unknown[1] or f"--{unknown[3]}", names)
+        return f"{text}{_nearest(found[3], names)}; it takes {', '.join(names)}"
+    near = _nearest(found[1] or f"--{found[2]}", names)
     return f"{text}{near or f'; `{NAME} {arguments[0]} --help` lists the options'}"
-
-
-def _as_options(keys: str, options: Mapping[str, Any], inside: str) -> str:
-    """Write the keys of jsonargparse as they are written on the command line; `inside` is the class that has them."""
-    names = [key.rpartition(".")[2] for key in keys.split(", ")]
-    return ", ".join(options[name]["metavar"] if name in options else f"--{inside}{name}" for name in names)
 
 
 def _arguments_of(text: str) -> list[str]:
     """Return the names of the arguments of the last class that a message names."""
-    paths = re.findall(r"class_path '([\w.]+)\.(\w+)'", text)
-    with contextlib.suppress(Exception):
-        found = getattr(importlib.import_module(paths[-1][0]), paths[-1][1])
-        return list(inspect.signature(found).parameters)
-    return []
+    module, _, name = re.findall(r"class_path '([\w.]+)'", text)[-1].rpartition(".")
+    return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
 
 
-def _nearest(name: str, names: Any) -> str:
+def _nearest(name: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 

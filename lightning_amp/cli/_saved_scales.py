@@ -21,7 +21,7 @@ with a {SCALE_HISTORY_FILE}; URLs work too.
   lightning-amp scale logs/run1 logs/run2 --plot scales.png"""
 
 SCALE_OPTIONS: dict[str, dict[str, Any]] = {
-    "files": {"nargs": "+", "metavar": "FILE", "help": "a scale history, or the folder it is in"},
+    "FILE": {"nargs": "+", "help": "a scale history, or the folder it is in"},
     "--plot": {"metavar": "FILE", "help": "save one picture of all of them: .png, .svg, .pdf"},
     "--json": {"metavar": "FILE", "help": "save the figures as JSON"},
 }
@@ -29,7 +29,7 @@ SCALE_OPTIONS: dict[str, dict[str, Any]] = {
 
 def run_scale(options: Any) -> Outcome:
     """Sum up the histories, several side by side."""
-    histories = {_label(path): _read(path) for path in options.files}
+    histories = {_label(path): _read(path) for path in options.FILE}
     figures = {label: _figures(history) for label, history in histories.items()}
     header = ["run", *(name.replace("_", " ") for name in next(iter(figures.values())))]
     rows = [[label, *map(_shown, own.values())] for label, own in figures.items()]

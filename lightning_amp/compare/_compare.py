@@ -29,7 +29,7 @@ from lightning_amp.compare._describe import Identity, factory_name, shown
 from lightning_amp.compare._executors import check_executor, run_in_process, run_on
 from lightning_amp.compare._local_devices import LocalDevices
 from lightning_amp.compare._process import HERE
-from lightning_amp.compare._progress import Progress, progress
+from lightning_amp.compare._progress import Progress
 from lightning_amp.compare._report import PrecisionReport
 from lightning_amp.compare._run import CONTROL, Plan, Run
 from lightning_amp.compare._spec import Spec, check_factory, parse_arms
@@ -126,37 +126,22 @@ def compare_precisions(
 
 @final
 class Comparison:
-    """A comparison whose arguments are checked.
+    """A comparison whose arguments are checked. They and the errors are those of :func:`compare_precisions`."""
 
-    Args and errors are those of :func:`compare_precisions`.
-    """
-
-    def __init__(
-        self,
-        make_module: Callable[[], LightningModule],
-        make_data: Callable[[], LightningDataModule],
-        precisions: Sequence[Any] | Mapping[str, Any],
-        *,
-        trainer_kwargs: Mapping[str, Any] | None = None,
-        seed: int = 0,
-        num_seeds: int = 1,
-        margins: Mapping[str, Any] | None = None,
-        control: bool | None = None,
-        dirpath: str | os.PathLike[str] | None = None,
-        executor: Any = None,
-    ) -> None:
+    def __init__(self, make_module: Any, make_data: Any, precisions: Any, **settings: Any) -> None:
         check_place("compare_precisions")
-        check_executor(executor)
+        self._executor, dirpath = settings.get("executor"), settings.get("dirpath")
+        check_executor(self._executor)
         check_factory("make_module", make_module, LightningModule)
         check_factory("make_data", make_data, LightningDataModule)
-        kwargs = check_trainer_kwargs(trainer_kwargs)
-        if isinstance(executor, LocalDevices):
-            executor.check_trainer(kwargs)
+        kwargs = check_trainer_kwargs(settings.get("trainer_kwargs"))
+        if isinstance(self._executor, LocalDevices):
+            self._executor.check_trainer(kwargs)
         arms = parse_arms(precisions, kwargs.get("strategy", "auto"))
+        seed, num_seeds, control = (settings[name] for name in ("seed", "num_seeds", "control"))
         check_seeds(seed, num_seeds, control)
         if num_seeds > 1:
             scipy_special()
-        self._executor = executor
         self.plan = plan = Plan(
             make_module=factory_name(make_module),
             make_data=factory_name(make_data),
@@ -165,7 +150,7 @@ class Comparison:
             seed=seed,
             num_seeds=num_seeds,
             control=num_seeds > 1 if control is None else control,
-            margins=parse_margins(margins),
+            margins=parse_margins(settings.get("margins")),
         )
         arms[CONTROL] = replace(arms[plan.reference], label=CONTROL, moved=True)
         self._arms = {
@@ -175,10 +160,10 @@ class Comparison:
         self._store = None
         if dirpath is not None:
             identity = Identity()
-            settings = {"make_module": make_module, "make_data": make_data, "trainer_kwargs": kwargs}
+            shared = {"make_module": make_module, "make_data": make_data, "trainer_kwargs": kwargs}
             texts = {label: identity.of(arm.source) for label, arm in arms.items()}
             texts[CONTROL] = f"the control of {texts[plan.reference]}"
-            shared = {name: identity.of(value) for name, value in settings.items()}
+            shared = {name: identity.of(value) for name, value in shared.items()}
             if identity.unknown:
                 raise ValueError(
                     f"With `dirpath`, the text of each setting must tell it from others; that of {identity.unknown[0]}"
@@ -213,7 +198,7 @@ class Comparison:
         runs = [run for key in wanted if (run := found[key]) is not None]
         self._check_margins(runs)
         with (
-            progress(len(wanted)) as bar,
+            Progress(len(wanted)) as bar,
             HERE.forking(),
             tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as scratch,
         ):
@@ -227,8 +212,6 @@ class Comparison:
                         self._store.save(run)
                     shutil.rmtree(Path(scratch, Path(folders[run.label, run.seed]).name), ignore_errors=True)
                     bar.finish(f"{run.name}: {_ending(run)}")
-                    if run.refused:
-                        raise ValueError(run.refused)
                     self._check_margins([run])
                     runs.append(run)
         return runs
@@ -238,8 +221,8 @@ class Comparison:
             yield from run_on(self._executor, specs)
             return
         for spec in specs:
-            bar.start(f"{spec.label}, seed {spec.seed}")
-            yield run_in_process(spec, bar.move)
+            bar.begin(f"{spec.label}, seed {spec.seed}")
+            yield run_in_process(spec, bar.tick)
 
     def _spec(self, label: str, seed: int, scratch: Path) -> Spec:
         folder = scratch if self._store is None else self._store.folder or scratch
@@ -247,10 +230,10 @@ class Comparison:
         return replace(self._arms[label], seed=seed, folder=str(folder / file_name(label, seed)), margins=margins)
 
     def _check_margins(self, runs: Sequence[Run]) -> None:
-        """Refuse margins for metrics that a finished run of the reference did not log."""
+        """Refuse margins for metrics that a run of the reference did not log until its first validation, or its end."""
         for run in runs:
             wrong = wrong_margin(self.plan.margins, run.curves, run.directions)
-            if wrong and run.finished and run.label == self.plan.reference:
+            if wrong and run.label == self.plan.reference and (run.finished or run.last_validation):
                 raise ValueError(wrong)
 
     def _kept(self, label: str, seed: int, *, failed: bool = False) -> Run | None:

@@ -170,9 +170,6 @@ def _curves(name: str, arms: Mapping[str, Arm], of: Callable[[Run], Sequence[Poi
                     "linestyle": _DASHES[list(arms).index(label) % len(_DASHES)],
                 }
                 axes.plot([x(p) for p in kept], drawn, linewidth=1.2, marker="." if len(kept) == 1 else "", **style)
-                ends = [p for p in kept if math.isfinite(p.value)]
-                if ends and ends[-1] is not kept[-1]:  # it diverged
-                    axes.plot([x(ends[-1])], [ends[-1].value], "x", color=style["color"])
             if is_log:
                 axes.set_yscale("log")
                 axes.yaxis.set_major_formatter("{x:g}")
@@ -219,6 +216,6 @@ def _svg(draw: Callable[[Axes], None], title: str, height: float = 2.2) -> str:
     figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = file.getvalue()
     svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg ") :])
-    svg = re.sub(r"(\d\.\d\d)\d+", r"\1", svg)  # hundredths of a pixel
+    svg = re.sub(r">[^<]*<|(\d\.\d\d)\d+", lambda found: found[1] or found[0], svg)  # hundredths of a pixel, no labels
     svg = re.sub(r"#0000[0af][0-7f]", lambda found: f"var(--{_VARIABLES.get(found[0], 'soft')})", svg)
     return re.sub(r"<svg [^>]*viewBox", lambda _: f'<svg role="img" aria-label="{escape(title)}" viewBox', svg, count=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -206,7 +207,7 @@ class PrecisionReport:
 
     def _arm(self, label: str, judged: Mapping[tuple[str, str], Verdict]) -> Arm:
         plan, runs = self.plan, self._of[label]
-        not_compared = "" if label == plan.reference else self._why_not_compared(label)
+        speed, not_compared = (None, "") if label == plan.reference else self._speed(label)
         logged = [name for name in self._directions if any(name in run.curves for run in runs)]
         moved = f"{plan.arms[plan.reference]}, initial weights moved in their last bit"
         return Arm(
@@ -220,20 +221,24 @@ class PrecisionReport:
                 for name in self._directions
                 if name in logged or (label, name) in judged
             },
-            speed=None if not_compared or label == plan.reference else self._speed(label),
+            speed=speed,
             not_compared=not_compared,
         )
 
     # -- metrics -------------------------------------------------------------------------------------------------------
 
     def _difference(self, name: str, label: str) -> Difference:
-        """Return the differences paired by seed, with the number of seeds of which a run failed or is missing."""
+        """Return the differences paired by seed, with the number of seeds of which a run failed or is missing.
+
+        Runs that are equal in every logged bit show that the arms compute the same, so their spread has no lower bound.
+        """
         theirs, ours = self._finals(name, self.plan.reference), self._finals(name, label)
         pairs = [(ours[seed], theirs[seed]) for seed in self.plan.seeds if seed in ours and seed in theirs]
         values = (point.value for run in self._runs for point in run.curves.get(name, ()))
+        is_same = bool(pairs) and all(_logged(run) == _logged(other) != () for run, other in self._pairs(label))
         return Difference(
             tuple(own - reference for own, reference in pairs),
-            resolution_of(values),
+            sys.float_info.min if is_same else resolution_of(values),
             self.plan.num_seeds - len(pairs),
             sum(not math.isfinite(reference) for _, reference in pairs),
         )
@@ -296,58 +301,43 @@ class PrecisionReport:
         theirs = {run.seed: run for run in self._of[self.plan.reference] if run.finished}
         return [(run, theirs[run.seed]) for run in self._of[label] if run.finished and run.seed in theirs]
 
-    def _log_ratios(self, label: str) -> list[float]:
-        """Compare the times of the runs that had a device of the same model for themselves."""
-        found: list[float] = []
-        for pair in self._pairs(label):
-            times, theirs = (run.seconds_of_steps() for run in pair)
-            both = sorted(times.keys() & theirs.keys())
-            if len(both) >= _LEAST_STEPS and _are_alike(*pair) and not self._are_crowded(*pair):
-                found.append(paired_log_ratio([times[i] for i in both], [theirs[i] for i in both]))
-        return found
-
-    def _are_crowded(self, *runs: Run) -> bool:
-        return any(run.shared_a_device(self._runs) for run in runs)
-
-    def _speed(self, label: str) -> SpeedComparison:
-        """Compare an arm's speed with the reference's, and widen the interval if the machine was busy.
+    def _speed(self, label: str) -> tuple[SpeedComparison | None, str]:
+        """Compare the times of runs that had a device of the same model for themselves; or return why there are none.
 
         The control computes the same as the reference. If it is clearly faster or slower, the machine was busy during
         one of them, and perhaps during any other arm. So every interval is widened by the control's ratio.
         """
-        found = SpeedComparison.of(self._log_ratios(label), 1 - 2 * ALPHA)
-        if label == CONTROL or not self.plan.control or not self._log_ratios(CONTROL):
-            return found
-        control = SpeedComparison.of(self._log_ratios(CONTROL), 1 - 2 * ALPHA)
-        return found.widened(control.ratio) if control.differs else found
-
-    def _why_not_compared(self, label: str) -> str:
-        """Return why an arm has no speed; empty if it has one."""
-        pairs = self._pairs(label)
-        if self._log_ratios(label):
-            return ""
-        if not pairs:
-            return "no two runs finished with the same seed"
-        if any(self._are_crowded(*pair) for pair in pairs):
-            return "runs shared a device"
-        if not any(_are_alike(*pair) for pair in pairs):
-            return "the runs had different devices"
-        return f"fewer than {_LEAST_STEPS} steady steps"
-
-
-def _are_alike(run: Run, other: Run) -> bool:
-    """Return whether two runs had devices of the same model, and as many threads."""
-    return (run.device, run.num_threads) == (other.device, other.num_threads)
+        ratios, why = list[float](), "no two runs finished with the same seed"
+        for run, other in self._pairs(label):
+            times, theirs = run.seconds_of_steps(), other.seconds_of_steps()
+            both = sorted(times.keys() & theirs.keys())
+            if run.shared_a_device(self._runs) or other.shared_a_device(self._runs):
+                why = "runs shared a device"
+            elif (run.device, run.num_threads) != (other.device, other.num_threads):
+                why = "the runs had different devices"
+            elif len(both) < _LEAST_STEPS:
+                why = f"fewer than {_LEAST_STEPS} steady steps"
+            else:
+                ratios.append(paired_log_ratio([times[i] for i in both], [theirs[i] for i in both]))
+        if not ratios:
+            return None, why
+        found = SpeedComparison.of(ratios, 1 - 2 * ALPHA)
+        control = self._speed(CONTROL)[0] if self.plan.control and label != CONTROL else None
+        return (found.widened(control.ratio) if control is not None and control.differs else found), ""
 
 
 def _seeds_of_one_run(reference: list[Run]) -> str:
     """Name two seeds with equal losses and metrics. They show that nothing in the run depends on the seed."""
     seen: dict[object, int] = {}
     for run in reference:
-        if run.finished and run.loss:
-            values = tuple((name, tuple(p.value for p in points)) for name, points in run.curves.items())
-            key = (values, tuple(p.value for p in run.loss))
-            if key in seen:
-                return f"{seen[key]} and {run.seed}"
-            seen[key] = run.seed
+        key = _logged(run)
+        if key in seen:
+            return f"{seen[key]} and {run.seed}"
+        seen.update({key: run.seed} if key else {})
     return ""
+
+
+def _logged(run: Run) -> tuple[tuple[float, ...], ...]:
+    """Return the losses and metrics of a finished run, which show whether two runs are the same."""
+    curves = [run.loss, *(run.curves[name] for name in sorted(run.curves))]
+    return tuple(tuple(p.value for p in points) for points in curves) if run.finished and run.loss else ()

@@ -44,8 +44,6 @@ class Run:
         label: The label of the arm.
         seed: The seed of the run.
         error: The exception that ended the run, or the signal that killed its process. `None` if it finished.
-        refused: Why no other run can succeed either: a margin for a metric that is not logged. Empty if there is no
-            such reason.
         precision: The precision that the plugin chose: `"fp16"`, `"bf16-mixed"`.
         device: Where it ran: `"cpu (AMD EPYC)"`.
         devices: The devices that it computed on, as the host tells them apart: `("cuda:GPU-7f3a...",)`; `("cpu",)`.
@@ -79,7 +77,6 @@ class Run:
     label: str
     seed: int
     error: str | None = None
-    refused: str = ""
     precision: str = ""
     device: str = ""
     devices: tuple[str, ...] = ()

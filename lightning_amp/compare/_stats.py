@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from types import ModuleType
@@ -107,10 +107,7 @@ class Difference:
 
     def cost(self, direction: Direction) -> Difference:
         """Return the difference with its sign turned so that positive is worse."""
-        if direction == "min":
-            return self
-        values = tuple(-value for value in self.values)
-        return Difference(values, self.resolution, self.num_lost, self.num_reference_not_finite)
+        return self if direction == "min" else replace(self, values=tuple(-value for value in self.values))
 
     def obstacle(self, margin: float) -> str:
         """Return the reason why these costs decide nothing, whatever their values; empty if they can decide."""

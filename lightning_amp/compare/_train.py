@@ -27,8 +27,8 @@ from lightning_amp._files import write_atomically
 from lightning_amp.callbacks import MetricComparison, ScaleMonitor
 from lightning_amp.casting import our_name
 from lightning_amp.compare._local_devices import visible_devices
-from lightning_amp.compare._observer import MarginError, Observer
-from lightning_amp.compare._process import PROGRESS, RESULT, versions
+from lightning_amp.compare._observer import Observer
+from lightning_amp.compare._process import RESULT, versions
 from lightning_amp.compare._run import Point, Run, to_data
 from lightning_amp.compare._settings import apply_settings
 from lightning_amp.compare._spec import Spec
@@ -41,7 +41,7 @@ def main(folder: str, header: Mapping[str, Any], started: float) -> None:
     """Train, and write the record of the run into `folder`.
 
     Args:
-        folder: Gets the record and the progress.
+        folder: Gets the record.
         header: The result of :func:`~lightning_amp.compare._spec.pack`, unpickled.
         started: The time at which the process began, as `time.time()`.
 
@@ -49,7 +49,7 @@ def main(folder: str, header: Mapping[str, Any], started: float) -> None:
     apply_settings(header["settings"])
     spec: Spec = pickle.loads(header["spec"])
     _name_what_came_by_value()
-    run = train(spec, Path(folder), started, header["folder"])
+    run = train(spec, started, header["folder"])
     if _lightning.is_rank_zero():
         write_atomically(Path(folder) / RESULT, lambda file: json.dump(to_data(run), file, allow_nan=False))
 
@@ -62,12 +62,11 @@ def _name_what_came_by_value() -> None:
             main.setdefault(thing.__name__, thing)
 
 
-def train(spec: Spec, folder: Path, started: float, work_folder: str = "") -> Run:
-    """Train as a user would by hand, and return the record of the run; the progress is written into `folder`."""
-    observer = Observer(lambda *progress: _say(folder, progress), spec.margins)
+def train(spec: Spec, started: float, work_folder: str = "") -> Run:
+    """Train as a user would by hand, and return the record of the run."""
+    observer = Observer(spec.margins)
     trainer: Trainer | None = None
     error: str | None = None
-    refused = ""
     try:
         seed_everything(spec.seed, verbose=False)
         module = _made(spec.make_module, "make_module", LightningModule)
@@ -84,8 +83,7 @@ def train(spec: Spec, folder: Path, started: float, work_folder: str = "") -> Ru
         with contextlib.suppress(OSError):  # the disk is full
             traceback.print_exc()
         error = f"{type(caught).__name__}: {caught}"
-        refused = str(caught) if isinstance(caught, MarginError) else ""
-    return _sum_up(spec, observer, trainer, {"error": error, "refused": refused, "total_s": time.time() - started})
+    return _sum_up(spec, observer, trainer, {"error": error, "total_s": time.time() - started})
 
 
 def _made(factory: Any, argument: str, kind: type) -> Any:
@@ -171,13 +169,9 @@ def _callback(trainer: Trainer | None, kind: Any) -> Any:
 
 def _precision(plugin: Any, history: ScaleHistory) -> str:
     """Return our name for the precision, or Lightning's name under other plugins."""
-    if plugin is None:
-        return ""
-    if isinstance(plugin, AmpPrecision):
-        if history.last is not None and history.last.precision:
-            return history.last.precision  # Lightning has the same name for fp8 and bf16
-        return our_name(plugin.precision)
-    return f"{plugin.precision} ({type(plugin).__name__})"
+    if isinstance(plugin, AmpPrecision):  # the record of a step knows fp8, for which Lightning has the name of bf16
+        return (history.last is not None and history.last.precision) or our_name(plugin.precision)
+    return "" if plugin is None else f"{plugin.precision} ({type(plugin).__name__})"
 
 
 def _device_name(device: torch.device, trainer: Trainer | None) -> str:
@@ -198,12 +192,6 @@ def _device_ids(trainer: Trainer | None) -> tuple[str, ...]:
         return tuple(f"cuda:{torch.cuda.get_device_properties(i).uuid}" for i in trainer.device_ids)
     names = visible_devices(device.type)
     return tuple(f"{device.type}:{names[i] if i < len(names) else i}" for i in trainer.device_ids)
-
-
-def _say(folder: Path, progress: tuple[float | None, str]) -> None:
-    if _lightning.is_rank_zero():
-        with contextlib.suppress(OSError):
-            (folder / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
 
 
 # -- the control -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from lightning_amp._plain_data import Table, code, line
-from lightning_amp._text import counted, exact, memory, rounded
+from lightning_amp._text import counted, exact, listed, memory, rounded
 from lightning_amp.compare._arm import Arm, ArmMetric, mean
 from lightning_amp.compare._run import CONTROL, Plan, Run
 from lightning_amp.compare._stats import INTERVAL, LEAST_PAIRS, Difference, in_words, seeds_for_speed
@@ -184,8 +184,8 @@ def recommend(arms: Sequence[Arm]) -> tuple[str | None, list[str]]:
     open_ += [arm for arm in fine if _ratio(arm) is None]
     if gaining:
         arm = max(gaining, key=lambda arm: (_ratio(arm) or 0.0, -_memory_ratio(arm, reference)))
-        reasons = [*_gains(arm, reference), f"is not worse in {_names(arm.judged())} within the margin"]
-        return arm.label, [f"Use {code(arm.label)}: it {_listed(reasons)}.", _what_would_change(arm, open_)]
+        reasons = f"{', '.join(_gains(arm, reference))} and is not worse in {_names(arm.judged())} within the margin"
+        return arm.label, [f"Use {code(arm.label)}: it {reasons}.", _what_would_change(arm, open_)]
     name = code(reference.label)
     if open_:
         return None, [f"Stay with {name} for now: {'; '.join(_question(arm, reference) for arm in open_)}."]
@@ -223,7 +223,7 @@ def _question(arm: Arm, reference: Arm) -> str:
     if arm.errors:
         seeds = list(arm.errors)
         word, has = ("seed", "has") if len(seeds) == 1 else ("seeds", "have")
-        return f"{name} failed with {word} {_listed([str(seed) for seed in seeds])}, which {has} to run again"
+        return f"{name} failed with {word} {listed([str(seed) for seed in seeds])}, which {has} to run again"
     if arm.not_finite_in:
         return f"{name} is not finite in {_names(arm.not_finite_in)}; `OverflowLocator` shows where"
     undecided = arm.judged("undecided")
@@ -276,9 +276,9 @@ def _what_would_change(arm: Arm, open_: Sequence[Arm]) -> str:
     """Write which margins would change the verdict, and which arms are not decided yet."""
     limits = [(metric, metric.verdict.bounds) for metric in arm.judged()]
     bounds = [f"{rounded(b[1])} in {code(metric.name)}" for metric, b in limits if b is not None and b[1] > 0]
-    parts = [f"A margin below {_listed(bounds, 'or')} would change that"] if bounds else []
+    parts = [f"A margin below {' or '.join(bounds)} would change that"] if bounds else []
     if open_:
-        parts.append(f"{_listed([code(other.label) for other in open_])} may be better, but this is not decided yet")
+        parts.append(f"{listed([code(other.label) for other in open_])} may be better, but this is not decided yet")
     return f"{'; '.join(parts)}." if parts else "Other data or longer training could change that."
 
 
@@ -308,10 +308,4 @@ def _failure(arm: Arm) -> str:
 
 
 def _names(metrics: Sequence[ArmMetric]) -> str:
-    return _listed([code(metric.name) for metric in metrics])
-
-
-def _listed(items: Sequence[str], word: str = "and", most: int = 3) -> str:
-    """Write `a`, `a and b`, `a, b and c`, `a, b, c and 2 more`."""
-    shown = [*items[:most], f"{len(items) - most} more"] if len(items) > most else list(items)
-    return f" {word} ".join([part for part in (", ".join(shown[:-1]), *shown[-1:]) if part])
+    return listed([code(metric.name) for metric in metrics])

@@ -19,8 +19,8 @@ from lightning_amp.findings._lost_precision import (
     worst_db,
 )
 from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, ModuleRow
-from lightning_amp.findings._overflow import Diagnosis, DiagnosisCause, Operation, Where
-from lightning_amp.findings._remedy import Remedy, RemedyKind, TriedRemedy
+from lightning_amp.findings._op import Op, OpKind
+from lightning_amp.findings._remedy import TriedRemedy
 from lightning_amp.findings._step import StepPrecision, StepReason, StepRecord
 
 __all__ = [
@@ -29,22 +29,18 @@ __all__ = [
     "TOTAL",
     "WRONG_DB",
     "ComparisonRow",
-    "Diagnosis",
-    "DiagnosisCause",
     "GradientRow",
     "GradientSample",
     "InaccurateDerivative",
     "LostPrecision",
     "ModuleRow",
     "ModuleSums",
-    "Operation",
-    "Remedy",
-    "RemedyKind",
+    "Op",
+    "OpKind",
     "StepPrecision",
     "StepReason",
     "StepRecord",
     "TriedRemedy",
-    "Where",
     "bits_kept",
     "describe_tried",
     "worst_db",

@@ -196,9 +196,8 @@ class AmpPrecision(StepCounts, MixedPrecision):
         if fitting:
             skips = self.skip_nonfinite or (self.scaler is not None and self.scaler.is_enabled())
             given, resumes = self._settings.given_scaler, trainer.ckpt_path is not None
-            fp8, buffers = [] if run.fp8 is None else [run.fp8.summary], len(run.named_buffers)
-            lines = first_line([run.forward], why, self.scaler, given, skips, resumes, fp8, buffers)
-            say(lines)
+            fp8, buffers = [] if run.fp8 is None else run.fp8.summaries, len(run.named_buffers)
+            say([first_line([run.forward], why, self.scaler, given, skips, resumes, fp8, buffers)])
         elif why:
             say([f"lightning_amp: {precision_on(training, self.device, why)}."])
         return module
@@ -281,7 +280,8 @@ class AmpPrecision(StepCounts, MixedPrecision):
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         run, steps = self._run, self._steps
-        if run is None or steps is None:  # in an evaluation, or after the run, nothing would divide by the scale
+        # in an evaluation, or after the run, nothing would divide by the scale
+        if run is None or steps is None or run.forward.evaluating:
             _refusals.require_trainer(self, module)
             return Precision.pre_backward(self, tensor, module)
         with autocast_off(self.device):
@@ -370,7 +370,8 @@ class AmpPrecision(StepCounts, MixedPrecision):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._load(state_dict, type(self).__qualname__)
+        if self._run is None or self._run.fitting:
+            self._load(state_dict, type(self).__qualname__)
 
     def _load(self, state_dict: dict[str, Any], name: str) -> None:
         path = None if self._run is None else self._run.module.trainer.ckpt_path
@@ -391,6 +392,8 @@ class AmpPrecision(StepCounts, MixedPrecision):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._run is not None and not self._run.fitting:
+            return  # `test` or `validate` of a checkpoint
         # state that the checkpoint lacks is reset, even if an earlier fit has left some
         if self.scaler is not None:
             self.scaler.reset()

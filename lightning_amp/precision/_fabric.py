@@ -197,7 +197,7 @@ class FabricAmpPrecision(ScaledSteps, Precision):
                 say(f"lightning_amp: {summary}." for summary in fp8)
             else:
                 given, forwards = self._settings.given_scaler, modules.forwards
-                say(first_line(forwards, self._why, self.scaler, given, modules.skips, fp8=fp8))
+                say([first_line(forwards, self._why, self.scaler, given, modules.skips, fp8=fp8)])
                 self._why = None
         return modules
 

@@ -16,16 +16,12 @@ from lightning_amp._containers import replace
 from lightning_amp.casting import (
     Choice,
     Rule,
-    choose_fp8_layers,
-    fp8_summary,
-    linears_in_fp8,
-    may_run_in_fp8,
     modules_matching,
-    nothing_qualifies,
 )
 from lightning_amp.numerics import HALF_DTYPES
-from lightning_amp.precision import _error_notes, _fp8, _refusals
+from lightning_amp.precision import _error_notes, _refusals
 from lightning_amp.precision._forward import Context, ForwardContexts, Together, autocast
+from lightning_amp.precision._fp8 import Fp8
 from lightning_amp.scaling import StepResult
 from lightning_amp.skipped_steps import KeptBuffers, matching_places, norm_places
 
@@ -86,7 +82,10 @@ class FabricModules:
             for module, its_rules in zip(modules, rules, strict=True):
                 choices = self._choice, self._choice
                 added.append(ForwardContexts(module, self.device.type, *choices, its_rules, self._autocast))
-            summaries = [] if self._fp8_recipe is None else self._turn_fp8_on(added)
+            fp8 = None
+            if self._fp8_recipe is not None:
+                fp8 = Fp8(added, self._fp8_recipe, self.device, is_first=is_first, stage=lambda f: _Stage(f.module))
+                self.fp8_layers |= fp8.layers
         except BaseException:
             for forward in added:
                 forward.detach()
@@ -96,23 +95,7 @@ class FabricModules:
             kept = [KeptBuffers(module, found, counted=counted) for found, counted in both if found]
             self._buffers += kept if self.skips else []
         self.forwards += added
-        return summaries
-
-    def _turn_fp8_on(self, forwards: Sequence[ForwardContexts]) -> list[str]:
-        recipe, device = self._fp8_recipe, self.device
-        layers = [choose_fp8_layers(f.module, f.fp32_modules.modules, recipe, device) for f in forwards]
-        found = [fp8_summary(f.module, its_layers, recipe) for f, its_layers in zip(forwards, layers, strict=True)]
-        summaries = [summary for summary in found if summary]
-        if not self.forwards:
-            if not summaries:
-                every = {name: why for its_layers in layers for name, why in its_layers.items()}
-                raise ValueError(f"{nothing_qualifies(forwards[0].module, every)}\nUse precision 'bf16'.")
-            _fp8.warn_about(recipe)
-        for forward, its_layers in zip(forwards, layers, strict=True):
-            self.fp8_layers.update(its_layers)
-            if names := may_run_in_fp8(its_layers):
-                forward.use_fp8(linears_in_fp8(forward.module, names, recipe, device.type, _Stage(forward.module)))
-        return summaries
+        return [] if fp8 is None else fp8.summaries
 
     # -- forward and backward ------------------------------------------------------------------------------------------
 

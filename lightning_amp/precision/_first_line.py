@@ -23,7 +23,7 @@ def first_line(
     resumes: bool = False,
     fp8: Iterable[str] = (),
     num_buffers: int = 0,
-) -> list[str]:
+) -> str:
     """Return the line at the start of a fit, or of a loop of Fabric.
 
     Args:
@@ -50,7 +50,7 @@ def first_line(
     ending = f"non-finite steps are {'skipped' if skips else 'taken'}"
     if num_buffers and skips:
         ending += f", which also puts back {counted(num_buffers, 'buffer')}"
-    return [f"lightning_amp: {', '.join(parts)}; {ending}."]
+    return f"lightning_amp: {', '.join(parts)}; {ending}."
 
 
 def precision_on(choice: Choice, device_type: str, why: str) -> str:

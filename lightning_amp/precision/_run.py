@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -99,7 +100,9 @@ class Run:
             _refusals.check(self.module, self.forward.training, self.device, self.forward.fp32_modules.modules)
             self.named_buffers = matching_places(self.module, restore_buffers)
             if fp8_recipe is not None:
-                self.fp8 = Fp8(self.module, self.forward, fp8_recipe, self.device)
+                callbacks = self.module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+                unfreezes = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
+                self.fp8 = Fp8([self.forward], fp8_recipe, self.device, may_unfreeze=unfreezes)
 
     def connect(
         self,
@@ -140,7 +143,7 @@ class Run:
     def evaluation_step(self, module: nn.Module | None, step: str | None) -> contextlib.AbstractContextManager[None]:
         """Return the context of an evaluation step, or of a hook; see `AmpPrecision.evaluation_context`."""
         if self.steps is not None:
-            self.protection.settle()
+            self.protection.settle(in_window=True)
         return self.forward.evaluation_step(self.module if module is None else module, step)
 
     def forward_context_of(self, precision: str) -> contextlib.AbstractContextManager[Any]:
@@ -186,7 +189,9 @@ class Run:
     def backward(self, run: Callable[..., None]) -> None:
         """Run the backward of a scaled loss."""
         checked, self._checked = self._checked, None
-        with self.forward.backward(), contextlib.nullcontext() if self.steps is None else self.steps.scaled_backward():
+        steps = None if self.forward.evaluating else self.steps
+        scaled = contextlib.nullcontext() if steps is None else steps.scaled_backward()
+        with self.forward.backward(), scaled:
             if checked is None:
                 run()
             else:
@@ -203,7 +208,7 @@ class Run:
         """
         compute = partial(self._compute, closure, optimizer)
         update = partial(self._before_update, steps, optimizer)
-        plan = self._plan(optimizer, isinstance(closure, Closure))
+        plan = self._plan(optimizer, closure is not do_nothing_closure)
         try:
             output, result = steps.step(optimizer, compute, update, plan, **kwargs)
         except HalfGradientsError as error:
@@ -257,11 +262,10 @@ class Run:
         interrupted = self.module.trainer.interrupted
         with contextlib.suppress(*([Exception] if interrupted else [])):
             if self.steps is not None:
+                self.steps.release()
                 self.steps.end_round()
             log.flush()
             if not interrupted:
-                if self.steps is not None:
-                    self.steps.release()
                 self._warn_of_lost_steps(log)
                 self.forward.finish()
 

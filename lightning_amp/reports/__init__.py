@@ -1,11 +1,10 @@
-"""Show findings to a person as tables, text, CSV and pictures. No Lightning. Read `_overflow_report.py` first."""
+"""Show findings to a person as tables, text, CSV and pictures. No Lightning. Read `_overflow.py` first."""
 
 from lightning_amp.findings import (
     ComparisonRow,
     GradientRow,
     LostPrecision,
     ModuleRow,
-    Remedy,
     TriedRemedy,
 )
 from lightning_amp.reports._comparison_table import ComparisonTable, ModuleTable
@@ -18,7 +17,7 @@ from lightning_amp.reports._comparison_words import (
 from lightning_amp.reports._gradient_plot import Quantity
 from lightning_amp.reports._gradient_table import GradientTable
 from lightning_amp.reports._gradient_words import describe_derivative, describe_gradient
-from lightning_amp.reports._overflow_report import OverflowReport, ScaleIs, cause_of
+from lightning_amp.reports._overflow import Overflow, ScaleIs
 from lightning_amp.reports._scale_drawing import plot_histories
 from lightning_amp.reports._scale_history import SCALE_HISTORY_FILE, ScaleHistory
 from lightning_amp.reports._table import MAX_ROWS
@@ -33,13 +32,11 @@ __all__ = [
     "LostPrecision",
     "ModuleRow",
     "ModuleTable",
-    "OverflowReport",
+    "Overflow",
     "Quantity",
-    "Remedy",
     "ScaleHistory",
     "ScaleIs",
     "TriedRemedy",
-    "cause_of",
     "describe_both",
     "describe_comparison",
     "describe_derivative",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -28,6 +28,8 @@ class BackwardWatch:
 
     def __init__(self) -> None:
         self.in_scaled_backward = False  # whether a scaled backward runs now
+        self.count = 0  # of the scaled backwards so far
+        self._latest: dict[int, int] = {}  # the number of the latest scaled backward, by parameter
         self._scaled: dict[int, weakref.ref[Any]] = {}  # the gradient that a scaled backward left, by parameter
         self._plain: set[int] = set()  # parameters whose latest backward was not scaled
         self.handles: dict[int, Any] = {}
@@ -35,6 +37,7 @@ class BackwardWatch:
     def __enter__(self) -> None:
         """Begin the backward of a loss that carries the loss scale."""
         self.in_scaled_backward = True
+        self.count += 1
 
     def __exit__(self, *exc: object) -> None:
         self.in_scaled_backward = False
@@ -45,8 +48,8 @@ class BackwardWatch:
             if p.requires_grad and p.is_leaf and id(p) not in self.handles and not is_lazy(p):
                 self.handles[id(p)] = p.register_post_accumulate_grad_hook(self._note)
 
-    def watch_first(self, optimizer: Optimizer) -> None:
-        """Watch one parameter of an optimizer, instead of all."""
+    def watch_first(self, optimizer: Optimizer) -> Any:
+        """Watch one parameter of an optimizer, instead of all, and return it."""
         mine = [p for p in parameters(optimizer) if p.requires_grad]
         first = next((p for p in mine if p.grad is not None), mine[0] if mine else None)
         for p in mine:
@@ -54,20 +57,38 @@ class BackwardWatch:
                 self.handles.pop(id(p)).remove()
                 self._plain.discard(id(p))
         self.watch([] if first is None else [first])
+        return first
 
     def _note(self, p: Any) -> None:
         if self.in_scaled_backward and p.grad is not None:
-            self._scaled[id(p)] = weakref.ref(p.grad)
+            self._scaled[id(p)], self._latest[id(p)] = weakref.ref(p.grad), self.count
             self._plain.discard(id(p))
         elif not self.in_scaled_backward:
             self._plain.add(id(p))
 
     def origin(self, optimizer: Optimizer) -> Literal["scaled", "plain", "unknown"]:
         """Return where the gradients of an optimizer come from; unknown if none of its parameters is watched."""
-        watched = [p for p in parameters(optimizer) if p.grad is not None and id(p) in self.handles]
-        if any(id(p) in self._scaled and self._scaled[id(p)]() is p.grad for p in watched):
-            return "scaled"
-        return "plain" if watched else "unknown"
+        found = {self.origin_of(p) for p in parameters(optimizer)}
+        return "scaled" if "scaled" in found else "plain" if "plain" in found else "unknown"
+
+    def origin_of(self, p: Any) -> Literal["scaled", "plain", "unknown"]:
+        """Return where the gradient of a parameter comes from; unknown without a gradient, or if it is not watched."""
+        if p is None or p.grad is None or id(p) not in self.handles:
+            return "unknown"
+        return "scaled" if id(p) in self._scaled and self._scaled[id(p)]() is p.grad else "plain"
+
+    def was_assigned(self, state: Any) -> bool:
+        """Return whether the user has assigned the gradients of a :class:`GradientState` since its last step.
+
+        No backward has reached its watched parameter since, and the gradient is not one that was there before.
+        """
+        if state.scale is None or state.is_sharded:  # FSDP2 itself assigns gradients
+            return False
+        p = state.watched
+        carried = None if state.carried is None else state.carried()
+        if self.origin_of(p) == "unknown" or id(p) in self._plain or p.grad is carried:
+            return False
+        return self.origin_of(p) == "plain" if state.folded else self._latest.get(id(p), 0) <= state.since
 
     def came_plain(self, optimizer: Optimizer) -> bool:
         """Return whether a backward without the loss scale has added to the gradients of an optimizer."""
@@ -84,13 +105,6 @@ class Thread(threading.local):
 THREAD = Thread()
 
 
-class Steps(Protocol):
-    """Decides about steps for :class:`StepGuard`."""
-
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step past this object on scaled gradients."""
-
-
 _GUARDS: list[StepGuard] = []
 
 
@@ -105,7 +119,7 @@ class StepGuard:
 
     only_looks = True  # a step without other hooks may still be decided on the device
 
-    def __init__(self, steps: Steps, watch: BackwardWatch) -> None:
+    def __init__(self, steps: Any, watch: BackwardWatch) -> None:
         # A loop of the user's own has no end at which to remove hooks: the next one removes those of a dead one. Torch
         # may be iterating over the hooks when the garbage collector runs.
         for guard in [guard for guard in _GUARDS if guard._steps() is None]:

@@ -32,6 +32,7 @@ class ByHand:
         if not isinstance(outputs, Tensor):
             many = [self.scale(output) for output in outputs]
             return tuple(many) if isinstance(outputs, tuple) else many
+        self._runs = self._watch.in_scaled_backward = False  # after an error inside a backward
         self._steps.begin_backward()
         scaler = self._steps.scaler
         scaled = scaler.multiply(outputs)
@@ -47,7 +48,8 @@ class ByHand:
                 f" `{self._steps.calls.backward}` without `scaler.scale`."
             )
         if not self._runs:  # otherwise the same backward has begun with another loss
-            self._runs = self._watch.in_scaled_backward = True
+            self._runs = True
+            self._watch.__enter__()
             _torch.call_after_backward(self._end)
             self._steps.carry(scale)
         self._steps.add_loss(loss)

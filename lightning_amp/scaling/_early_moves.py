@@ -35,7 +35,7 @@ def calls_closure_late(optimizer: Optimizer) -> bool:
         uses += [c for c in calls if any(getattr(keyword.value, "id", "") == "closure" for keyword in c.keywords)]
         first = min((use.lineno for use in uses), default=0)
         loops = [node for node in nodes if isinstance(node, (ast.For, ast.While))]
-        methods = [c for c in calls if isinstance(c.func, ast.Attribute)]
+        methods = [c for c in calls if isinstance(c.func, ast.Attribute) and not c.func.attr.endswith("health_check")]
         edits = [c for c in methods if getattr(c.func.value, "id", "") == "self" or c.func.attr.endswith("_")]  # type: ignore
         if len(uses) > 1 or any(node.lineno < first for node in (*loops, *edits)):
             return True

@@ -72,18 +72,13 @@ class Subscription:
     before_update: Callable[[int, Optimizer], None] | None = None
     cause: Callable[[int], str] | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Return whether the listener still receives records."""
-        return self in self.everybody
-
     def end_losses(self) -> None:
         """Stop calling `on_bad_loss`."""
         self.on_bad_loss = None
 
     def close(self) -> None:
         """End the subscription. A second call does nothing."""
-        if self.is_open:
+        if self in self.everybody:
             self.everybody.remove(self)
 
 

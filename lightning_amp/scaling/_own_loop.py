@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,16 +27,6 @@ from lightning_amp.scaling._steps import OptimizerSteps
 _LOGGER = logging.getLogger("lightning_amp")
 Target = TypeVar("Target")
 Scaler = torch.amp.GradScaler | float | None
-
-
-class Observer(Protocol):
-    """Is told of each backward, and of the outcome of each step."""
-
-    def note_backward(self) -> None:
-        """Handle a backward that is about to begin."""
-
-    def observe(self, optimizer: Optimizer, result: StepResult) -> None:
-        """Handle a step."""
 
 
 class ScaledSteps(StepCounts):
@@ -117,7 +107,8 @@ class ScaledSteps(StepCounts):
         self.records = RecordLog(describe_skips=describe_skips, has_callbacks=False)
         self.go_on_in("", scaler)
         self._steps: OptimizerSteps | None = None
-        self._observer: Observer | None = None
+        # `note_backward()` is called before each backward, and `observe(optimizer, result)` after each step
+        self._observer: Any = None
         self._reduces_on: torch.device | None = None
         self._latest: StepResult | None = None
         self._noted: list[tuple[StepResult, Callable[[], Any]]] = []
@@ -191,7 +182,7 @@ class ScaledSteps(StepCounts):
         steps = self.started()
         if steps.has_stepped(optimizer):
             steps.end_round()
-        plan = StepPlan(fold=True, asks_for_loss=self._observer is not None, in_closure=False)
+        plan = StepPlan(fold=True, asks_for_loss=self._observer is not None, in_closure=closure is not None)
         with _autocast_off(next((p.device for p in parameters(optimizer)), torch.device("cpu"))):
             output, result = steps.step(optimizer, closure or _nothing, _nothing, plan, **kwargs)
         self._latest = result

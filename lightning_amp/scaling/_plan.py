@@ -33,7 +33,7 @@ class Calls(NamedTuple):
         backward: The call of a scaled backward.
         step: The call of a step.
         unknown: Advice for an optimizer that has not stepped before.
-        takes_plain: Whether gradients that no scaled backward has added to are true ones, rather than an error.
+        takes_plain: Whether to step on gradients of a plain `loss.backward()` as they are; otherwise it is an error.
 
     """
 
@@ -45,3 +45,7 @@ class Calls(NamedTuple):
 
 
 OWN_LOOP = Calls("`ScaledSteps`", "steps.backward(loss)", "`steps.step(optimizer)`", "Call `steps.step(optimizer)`")
+
+
+class SkipStep(BaseException):  # user code around the closure may catch every Exception
+    """Leaves `optimizer.step` from inside its closure."""

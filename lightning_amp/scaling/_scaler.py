@@ -7,7 +7,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,18 +27,6 @@ HALF_LOSS_CEILING = 2.0**15
 
 _POLICY = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _LIMITS = ("hysteresis", "min_scale", "max_scale", "max_consecutive_skips")
-
-
-class Owner(Protocol):
-    """The steps of a run, which keep the account of the gradients while the run lasts."""
-
-    step_call: str
-
-    def scale(self, outputs: Any) -> Any:
-        """Multiply losses whose backward the user runs."""
-
-    def unscale_(self, optimizer: Any) -> None:
-        """Unscale the gradients of an optimizer."""
 
 
 def _remembers_its_arguments(init: Callable[..., None]) -> Callable[..., None]:
@@ -157,7 +145,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         self._allowance: Tensor | int = hysteresis  # a tensor once the scale is on a device
         self._loss: Tensor | None = None  # finite exactly if all losses since the last update were
         self._log = self._new_log()  # only for loops without the plugin
-        self._owner_ref: weakref.ref[Owner] | None = None
+        self._owner_ref: weakref.ref[Any] | None = None
 
     def _new_log(self) -> RecordLog:
         return RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
@@ -194,14 +182,18 @@ class DynamicLossScaler(torch.amp.GradScaler):
             return cls(enabled=False)
         scale, settings = scaler.get_scale(), {name: getattr(scaler, f"get_{name}")() for name in _POLICY}
         changed: dict[str, Any] = {name: value for name, value in settings.items() if value != _POLICY[name]}
-        return cls(scale, min_scale=min(scale, 2.0**-14), max_scale=max(scale, 2.0**24), **changed)
+        if scale < 2.0**-14:
+            changed["min_scale"] = scale
+        elif scale > 2.0**24:
+            changed["max_scale"] = scale
+        return cls(scale, **changed)
 
-    def serve(self, owner: Owner | None) -> None:
+    def serve(self, owner: Any) -> None:
         """Pass `scale` and `unscale_` on to the steps of a run, until it is over or this is called with `None`."""
         self._owner_ref = None if owner is None else weakref.ref(owner)
 
     @property
-    def _owner(self) -> Owner | None:
+    def _owner(self) -> Any:
         return None if self._owner_ref is None else self._owner_ref()
 
     @override
@@ -218,8 +210,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
         if not self.is_enabled():
             return outputs
         if isinstance(outputs, Iterable) and not isinstance(outputs, Tensor):
-            outputs = list(outputs)
-        for loss in outputs if isinstance(outputs, list) else [outputs]:
+            outputs = outputs if isinstance(outputs, (list, tuple)) else list(outputs)
+        for loss in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
             if isinstance(loss, Tensor):
                 self._notice(loss)
         return super().scale(outputs)
@@ -228,7 +220,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
         _torch.scale_tensor(self, loss.device)
         if loss.dtype == torch.float16 and self.max_scale > HALF_LOSS_CEILING:
             self._lower_ceiling()
-        self._loss = merge_losses(self._loss, loss)
+        if self._owner is None:  # otherwise the steps of a run keep their losses
+            self._loss = merge_losses(self._loss, loss)
 
     def _lower_ceiling(self) -> None:
         self.max_scale = HALF_LOSS_CEILING

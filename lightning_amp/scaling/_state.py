@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -38,6 +39,9 @@ class GradientState:
         is_torchs: Whether the optimizer is torch's own, which calls a closure that it is given.
         takes_closure: Whether `optimizer.step` accepts a closure.
         moves_early: Whether a step may move parameters before its last closure call.
+        watched: The parameter whose backwards are watched.
+        carried: The gradient of `watched` that was multiplied at the last change of `scale`.
+        since: The number of scaled backwards before the last step.
 
     """
 
@@ -47,6 +51,9 @@ class GradientState:
         self.loss: Tensor | None = None
         self.has_gradients = False
         self._had_gradients = False  # on this rank, in any step
+        self.watched: Any = None
+        self.carried: weakref.ref[Tensor] | None = None
+        self.since = 0
         self._kept = _StickyFlag()
         self._spare_flag: Tensor | None = None  # a flag that is still 0.0, for reuse
         self._forget_check()
@@ -109,7 +116,8 @@ class GradientState:
             gradients.multiply_(factor)
             for gradient in elsewhere:
                 gradient.mul_(factor)
-        self.scale = to
+        grad = getattr(self.watched, "grad", None)
+        self.scale, self.carried = to, None if grad is None else weakref.ref(grad)
         self._forget_check()
 
     # -- unscale and check ---------------------------------------------------------------------------------------------
@@ -241,7 +249,7 @@ class GradientState:
 
     def finish(self) -> None:
         """Forget the losses and flags of the step that ended. Gradients that a folded step has left stay folded."""
-        self.loss = self.bad_loss = None
+        self.loss = self.bad_loss = self.carried = None
         self.forget_found()
         if not self.folded or self.scale is None:
             self._forget_check()

@@ -23,7 +23,7 @@ from lightning_amp.scaling._by_hand import ByHand
 from lightning_amp.scaling._early_moves import num_edits, snapshot
 from lightning_amp.scaling._gradients import has_gradients, parameters
 from lightning_amp.scaling._log import RecordLog, StepResult
-from lightning_amp.scaling._plan import OWN_LOOP, Calls, StepPlan
+from lightning_amp.scaling._plan import OWN_LOOP, Calls, SkipStep, StepPlan
 from lightning_amp.scaling._round import Round
 from lightning_amp.scaling._scalars import Skip
 from lightning_amp.scaling._scaler import DynamicLossScaler
@@ -83,7 +83,7 @@ class OptimizerSteps:
         if self.scaler is not None:
             self._watch = BackwardWatch()
             for state in self._states.values():
-                self._watch.watch_first(state.optimizer)
+                state.watched = self._watch.watch_first(state.optimizer)
             known = self._known_parameters()
             self._watch.watch(p for p in watched if id(p) not in known)
             self._guard = StepGuard(self, self._watch)
@@ -136,10 +136,11 @@ class OptimizerSteps:
             state = GradientState(optimizer, len(self._states))
             state.loss = self._rest_state.loss
             if self._watch is not None:
-                if self._watch.origin(optimizer) != "plain":
+                origin = self._watch.origin(optimizer)
+                if origin != "plain":
                     self._require_one_scale(optimizer)
                     state.scale = self._rest_state.scale
-                self._watch.watch_first(optimizer)
+                state.watched, state.since = self._watch.watch_first(optimizer), -1 if origin == "unknown" else 0
             mine = {id(p) for p in parameters(optimizer)}
             self._rest[:] = [p for p in self._rest if id(p) not in mine]
         self._states[id(optimizer)] = state
@@ -200,7 +201,7 @@ class OptimizerSteps:
                 state.release()
 
     def scaled_backward(self) -> AbstractContextManager[None]:
-        """Return the context of the backward of a loss that :meth:`scale_loss` has scaled."""
+        """Return the context of the backward of a scaled loss."""
         return nullcontext() if self._watch is None else self._watch
 
     # -- unscale and check ---------------------------------------------------------------------------------------------
@@ -225,21 +226,26 @@ class OptimizerSteps:
         self._agree(state)
         return state.wait(asks_for_loss=False)
 
-    def unscale(self, state: GradientState) -> None:
-        """Unscale gradients, for clipping by norm too: the norm shows what is not finite."""
-        state.unfold()
-        if state.is_scaled:
-            self._require_scaled(state)
-            state.unscale_(self._true_elsewhere(state), may_overflow=self._may_be_below_one())
+    def unscale(self, state: GradientState) -> bool:
+        """Unscale gradients, for clipping by norm too, whose norm shows what is not finite. Return `False` if true."""
+        self._unfold(state)
+        if not state.is_scaled:
+            return False
+        self._require_scaled(state)
+        state.unscale_(self._true_elsewhere(state), may_overflow=self._may_be_below_one())
+        return True
 
     def _examine(self, state: GradientState) -> None:
         """Unscale gradients, and check whether they are finite now."""
-        state.unfold()
-        if state.is_scaled:
-            self.unscale(state)
-        else:
+        if not self.unscale(state):
             self._require_scaled(state)
             state.check()
+
+    def _unfold(self, state: GradientState) -> None:
+        """Unscale what an earlier step has left. Gradients that the user has assigned since are true ones."""
+        if self._watch is not None and self._watch.was_assigned(state):
+            state.release()
+        state.unfold()
 
     def _fold(self, state: GradientState, max_norm: float | None) -> bool:
         """Leave unscaling and clipping to a fused optimizer. Return whether that is possible."""
@@ -261,8 +267,8 @@ class OptimizerSteps:
         never = self._rest_state.scale is None and has_gradients(state.optimizer)  # no scaled backward has ever run
         if never or watch.came_plain(state.optimizer):
             raise RuntimeError(
-                f"Gradients of `{type(state.optimizer).__name__}` come from `loss.backward()`, which does not multiply"
-                f" them by the loss scale. Call `{self.calls.backward}` for each loss."
+                f"Gradients of `{type(state.optimizer).__name__}` do not come from `{self.calls.backward}`, so they may"
+                " not carry the loss scale. Call it for each loss, instead of `loss.backward()`."
             )
 
     def _true_elsewhere(self, state: GradientState) -> set[int]:
@@ -311,10 +317,13 @@ class OptimizerSteps:
 
         """
         state = self.state(optimizer)
-        if not plan.in_closure and (not state.is_torchs or _torch.has_step_hooks(optimizer)):
+        has_hooks = _torch.has_step_hooks(optimizer)
+        if not plan.in_closure and has_hooks:
             self.unscale(state)
-        undo = snapshot(optimizer) if self.skips and state.moves_early else None
-        skip, result, calls, edits, leave = Skip.NO, None, 0, num_edits(optimizer), _SkipStep()
+        # an optimizer that is not torch's may ignore its closure, or use the gradients before it calls it
+        first = not state.takes_closure or not (plan.in_closure or state.is_torchs or has_hooks)
+        undo = snapshot(optimizer) if self.skips and state.moves_early and not first else None
+        skip, result, calls, edits, leave = Skip.NO, None, 0, num_edits(optimizer), SkipStep()
 
         def run_closure() -> Any:
             nonlocal skip, result, calls
@@ -330,12 +339,13 @@ class OptimizerSteps:
 
         outer, THREAD.steps = THREAD.steps, True
         try:
-            if state.takes_closure:
-                output = optimizer.step(closure=run_closure, **kwargs)
-            else:
+            if first:
                 run_closure()
+                kwargs |= {"closure": lambda: result} if state.takes_closure else {}
                 output = optimizer.step(**kwargs)
-        except _SkipStep as reason:
+            else:
+                output = optimizer.step(closure=run_closure, **kwargs)
+        except SkipStep as reason:
             if reason is not leave:
                 raise
             if undo is not None:
@@ -358,7 +368,7 @@ class OptimizerSteps:
                 before_update()
             return Skip.NO
         fused = state.decides_on_device and _torch.is_fused(optimizer) and not _torch.has_step_hooks(optimizer)
-        state.unfold()  # gradients that an earlier step has left
+        self._unfold(state)
         if not (plan.fold and fused and state.found_inf is None and self._fold(state, plan.max_norm)):
             self._examine(state)
             if someone_edits:
@@ -414,6 +424,7 @@ class OptimizerSteps:
             self.log.append(result)
         self._rest_state.loss = None
         state.finish()
+        state.since = 0 if self._watch is None else self._watch.count
         return result
 
     # -- the end of a round --------------------------------------------------------------------------------------------
@@ -421,7 +432,7 @@ class OptimizerSteps:
     @property
     def round_is_over(self) -> bool:
         """Return whether all optimizers have stepped, or one of them twice."""
-        return self._round.is_over(len(self._states) + (self._expects_more or bool(self._rest)))
+        return self._round.is_over(len(self._states) + self._expects_more)
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has stepped in this round, so that another round begins with its next step."""
@@ -439,7 +450,3 @@ class OptimizerSteps:
         if self.scaler is not None:
             ended.move(self.scaler)
         self.log.close_round(None if self.scaler is None else self.scaler.scale_tensor)
-
-
-class _SkipStep(BaseException):  # user code around the closure may catch every Exception
-    """Leaves `optimizer.step` from inside its closure."""

@@ -16,6 +16,7 @@ from lightning_amp._compat import _modules
 from lightning_amp.casting import Fp32Modules
 from lightning_amp.findings import TOTAL, GradientRow, GradientSample
 from lightning_amp.numerics import (
+    HALF_DTYPES,
     fidelity,
     fidelity_sums,
     headroom_bits,
@@ -31,7 +32,7 @@ from lightning_amp.shadow._output_comparison import OutputComparison
 from lightning_amp.shadow._ranks import OtherRankFailedError, gather
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._surroundings import is_sharded
-from lightning_amp.shadow._training_pass import TrainingPass
+from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
 from lightning_amp.tracing import Trace
 
 RowsBy = Literal["module", "parameter"]
@@ -113,12 +114,13 @@ class GradientSampler:
         """Run the step in fp32 and as training does, and compare their gradients row by row."""
         trainer, module, row_of = self._trainer, self._module, self._row_of
         with closing(TrainingPass(trainer, module, upcast=True)) as fp32_pass:
-            fp32_trace, fp32_watch = Trace(fp32_pass.module, values=False), StepWatch(fp32_pass.module)
+            fp32_trace, fp32_watch = Trace(fp32_pass.module, BOUNDARY, values=False), StepWatch(fp32_pass.module)
             with outputs.recording(fp32_pass.module) if outputs else nullcontext():
                 fp32_pass.run(self._batch, self._batch_idx, context=None, trace=fp32_trace, step_watch=fp32_watch)
             fp32_run = fp32_pass.gradients()
-        places = [one.place for one in fp32_trace.arrivals if not one.is_inner and one.place.where == "parameter"]
-        order = dict.fromkeys(row_of[place.parameter] for place in places if place.parameter in row_of)
+        owners = {name: name.rpartition(".")[0] for name in reversed(row_of)}
+        ran = dict.fromkeys(one.call.module for one in fp32_trace.gradients if not one.is_inner)
+        order = dict.fromkeys(row_of[name] for owner in ran for name, its in owners.items() if its == owner)
         sample = GradientSample([], [name or type(module).__name__ for name in order])
         if not fp32_run:
             return sample
@@ -127,7 +129,7 @@ class GradientSampler:
                 Fp32Modules(amp_pass.module, rules, trainer.strategy.root_device.type, active=True)
             if outputs is not None:
                 watching.enter_context(outputs.comparing(amp_pass.module))
-            amp_trace, amp_watch = Trace(amp_pass.module, values=False), StepWatch(amp_pass.module, scale)
+            amp_trace, amp_watch = Trace(amp_pass.module, BOUNDARY, values=False), StepWatch(amp_pass.module, scale)
             loss = amp_pass.run(
                 self._batch, self._batch_idx, context=trainer.precision_plugin.forward_context(), scale=scale,
                 trace=amp_trace, step_watch=amp_watch, fp32_draws=True,
@@ -138,11 +140,12 @@ class GradientSampler:
                 clipped = " and ".join(f"`{name}` ({line})" for line, name in amp_watch.clippings.items())
                 sample = sample._replace(clipped=clipped, derivatives=inaccurate_derivatives(fp32_watch, amp_watch))
             rows = {row_of[name] for name in fp32_run}
-            for arrival in fp32_trace.gradients_in_half(amp_trace.half_places):
-                # Gradients of outputs count, because they may be larger than gradients of parameters.
-                name = "" if arrival.call is None else arrival.call.name
-                is_row = self._by == "module" and arrival.place.where == "output" and name in rows
-                self._add([name] if is_row else [], arrival.largest)
+            in_half = {one.call.key for one in amp_trace.gradients if one.dtype in HALF_DTYPES and not one.is_inner}
+            for one in fp32_trace.read().gradients:
+                # Gradients of operations count, because they may be larger than gradients of parameters.
+                if one.call.key in in_half and not one.is_inner:
+                    name = one.call.module or ""
+                    self._add([name] if self._by == "module" and name in rows else [], one.arrived.size)
             counted = _counted(trainer, module)
             for name, gradient in fp32_run.items():
                 # A gradient that exists only in fp32 is lost in mixed precision.

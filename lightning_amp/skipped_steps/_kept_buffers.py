@@ -109,10 +109,13 @@ class KeptBuffers:
         """Record that the training step had a backward."""
         self._had_backward = self._will_step = True
 
-    def settle(self) -> None:
-        """Restore the buffers if a step without a backward left non-finite values (SWA's BatchNorm pass)."""
+    def settle(self, *, in_window: bool = False) -> None:
+        """Restore the buffers if a step without a backward left non-finite values (SWA's BatchNorm pass).
+
+        With `in_window`, also if backwards have left them whose step is still to come.
+        """
         before = self._before
-        if before is None or self._had_backward:
+        if before is None or (self._had_backward and not in_window):
             return
         if not self._counted or before.version != _version(self._places):
             after = _Snapshot(self._places)

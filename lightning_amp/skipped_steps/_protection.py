@@ -119,10 +119,10 @@ class SkipProtection:
         for buffers in self._buffers:
             buffers.observe(optimizer, result, manual=not self._module.automatic_optimization)
 
-    def settle(self) -> None:
-        """Remove non-finite values from buffers before validation or a checkpoint reads them."""
+    def settle(self, *, in_window: bool = False) -> None:
+        """Remove non-finite values from buffers before a checkpoint reads them; with `in_window`, before validation."""
         for buffers in self._buffers:
-            buffers.settle()
+            buffers.settle(in_window=in_window)
 
     def mend(self, state_dict: dict[str, Any]) -> None:
         """Replace non-finite values of an overflow in a checkpoint that is saved within a window.

@@ -79,13 +79,13 @@ def run_once(
     size: int | None,
     trainer_kwargs: Mapping[str, Any],
     folder: Path,
-    on_progress: Callable[[float | None, str], None],
+    tick: Callable[[], object],
 ) -> tuple[Run, Facts]:
     """Train at a batch size, or at the user's own one if it is `None`; return the record of the run and its facts."""
     facts = folder / "facts.json"
     kwargs = short_trainer(trainer_kwargs, Probe(str(facts), size))
     spec = replace(arm, make_module=factories[0], make_data=factories[1], trainer_kwargs=kwargs, folder=str(folder))
-    run = run_in_process(spec, on_progress)
+    run = run_in_process(spec, tick)
     return run, Facts(**json.loads(facts.read_text(encoding="utf-8"))) if facts.exists() else Facts()
 
 
@@ -94,9 +94,8 @@ def measurement(run: Run, facts: Facts, size: int) -> Measurement:
     if run.error is not None:
         return Measurement(size, math.inf, math.nan)
     held = max((run.peak_memory_bytes or 0) / 2**30, facts.process_gib - NOT_OF_THE_BATCH_GIB)
-    if facts.rows == size and run.samples_per_s:
-        return Measurement(size, held, median(run.samples_per_s))
-    return Measurement(size, held, size / median(run.step_s) if run.step_s else math.nan)
+    speed = size / median(run.step_s) if run.step_s else math.nan
+    return Measurement(size, held, median(run.samples_per_s) if facts.rows == size and run.samples_per_s else speed)
 
 
 def is_out_of_memory(run: Run) -> bool:
@@ -140,11 +139,14 @@ class Probe(Callback):
         self._path, self._size = path, size
         self._facts: dict[str, Any] = asdict(Facts())
         self._settled_at: tuple[int, float] | None = None
+        self._first_gib = math.nan
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Measure the process from here on, before the module and the data set are made."""
         vars(self).update(state)
-        _Process.begin()
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            self._first_gib = _peak_gib()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -183,7 +185,8 @@ class Probe(Callback):
         now, skipped = time.monotonic(), getattr(trainer.precision_plugin, "num_skipped", 0)
         if self._settled_at is None:
             if self._facts["device"] == "cpu":  # read only here, because the profile of these steps is summed up next
-                self._facts["process_gib"] = _Process.grown_gib()
+                grown = _peak_gib() - self._first_gib
+                self._facts["process_gib"] = grown if math.isfinite(grown) else 0.0
             if is_settled(number, trainer.global_step, skipped):
                 self._settled_at = number, now
         settled, since_s = self._settled_at or (number, now)
@@ -194,9 +197,6 @@ class Probe(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not self._facts["num_batches"]:  # `fit` ended before the first batch
-            with contextlib.suppress(Exception):
-                self._facts["num_rows"] = _num_rows(trainer)
         self._note()
 
     def _note(self, **facts: Any) -> None:
@@ -251,27 +251,9 @@ def _rates(optimizer: torch.optim.Optimizer) -> list[tuple[str, float]]:
     return [(type(optimizer).__name__, float(rate)) for rate in rates if rate is not None]
 
 
-@final
-class _Process:
-    """The memory of this process, as Linux counts it. Other systems have no peak that can be set back."""
-
-    first_gib = math.nan
-
-    @classmethod
-    def begin(cls) -> None:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-            cls.first_gib = cls._peak_gib()
-
-    @classmethod
-    def grown_gib(cls) -> float:
-        """Return how much the process grew at most; 0 if that is unknown."""
-        grown = cls._peak_gib() - cls.first_gib
-        return grown if math.isfinite(grown) else 0.0
-
-    @staticmethod
-    def _peak_gib() -> float:
-        with contextlib.suppress(OSError, StopIteration):
-            lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-            return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 2**20
-        return math.nan
+def _peak_gib() -> float:
+    """Return the most memory that this process had, as Linux counts it; NaN on other systems, which cannot reset it."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 2**20
+    return math.nan

@@ -22,7 +22,6 @@ from lightning_amp.compare import (
     check_place,
     check_trainer_kwargs,
     parse_arms,
-    progress,
 )
 from lightning_amp.shadow import device_of_trainer
 from lightning_amp.tune._batch_size_run import (
@@ -122,12 +121,12 @@ def find_batch_size(
     results, errors = BatchSizes(), list[Exception]()
     with (
         tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as folder,
-        progress(3 * len(arms)) as shown,
+        Progress(3 * len(arms)) as shown,
         HERE.forking(),
     ):
 
         def run(arm: Spec, size: int | None) -> tuple[Run, Facts]:
-            return run_once(arm, (make_module, make_data), size, kwargs, Path(tempfile.mkdtemp(dir=folder)), shown.move)
+            return run_once(arm, (make_module, make_data), size, kwargs, Path(tempfile.mkdtemp(dir=folder)), shown.tick)
 
         for label, arm in arms.items():
             search = Search(run, arm, memory_limit_gib, shown)
@@ -194,15 +193,13 @@ class Search:
     def _measure(self, size: int | None) -> int:
         """Train at a size, or at the user's own, add a point, and return the module's own size."""
         name = f"{self._arm.label}, {f'batch size {size:,}' if size else 'its own batch size'}"
-        self._shown.start(name)
+        self._shown.begin(name)
         run, facts = self._run(self._arm, size)
         if facts.refused:
             raise ValueError(facts.refused)
         tried = size or facts.own_size
         if run.error is None and not facts.num_batches:
-            if not facts.num_rows or facts.num_rows >= tried:
-                raise ValueError(_NO_BATCHES)
-            return self._measure(facts.num_rows)  # `drop_last` dropped the only batch
+            raise ValueError(_NO_BATCHES)
         if run.error is not None and (not tried or not is_out_of_memory(run)):
             self._shown.finish(f"{name}: failed")
             raise self._failed(why_failed(run), tried)
@@ -271,7 +268,10 @@ class Search:
         )
 
 
-_NO_BATCHES = "The training data must have batches; `train_dataloader` gives none. Look at its dataset and `drop_last`."
+_NO_BATCHES = (
+    "The training data must have batches; `train_dataloader` gives none. Look at its dataset, and at `drop_last`, which"
+    " drops the only batch if there are fewer rows than `batch_size`."
+)
 _NO_LIMIT = "`memory_limit_gib` must be given {why}: write `memory_limit_gib=4` for 4 GiB."
 _FIXED = (
     "The training batches must change with `batch_size`: it was {other:,}, then {size:,}, and a batch had {rows:,} rows"

@@ -127,16 +127,11 @@ def find_fp32_modules(
 def _low_precision(given: Any, device: torch.device) -> str:
     """Return `"fp16"` or `"bf16"`; refuse a precision that needs no search."""
     name = parse_precision(given)
-    picked = ""
-    if name == "auto":
-        name = Choice.pick(device)[0].name
-        picked = f" ('auto' picks {name!r} on this device)"
-    if name == "fp32":
-        raise ValueError(f"`precision` must be 'fp16' or 'bf16', got 'fp32': all modules are in fp32 already.{picked}")
-    if name == "fp8":
-        raise ValueError(
-            "`precision` must be 'fp16' or 'bf16', got 'fp8'. Search in 'bf16', in which the rest computes."
-        )
+    name = Choice.pick(device)[0].name if name == "auto" else name
+    picked = f", which 'auto' picks on this device ({device})" if name != parse_precision(given) else ""
+    why = {"fp32": "all modules are in fp32 already", "fp8": "search in 'bf16', in which the rest computes"}
+    if name in why:
+        raise ValueError(f"`precision` must be 'fp16' or 'bf16', got {name!r}{picked}: {why[name]}.")
     Choice.of(name).require(device)
     return name
 

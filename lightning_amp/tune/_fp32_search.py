@@ -47,68 +47,58 @@ def search(
         most: Largest number of evaluations.
 
     """
-    return _Search(tree, passes, suspicion, most).run()
+    known: dict[tuple[str, ...], bool] = {}
+    is_over = False
 
-
-@final
-class _Search:
-    def __init__(
-        self, tree: Tree, passes: Callable[[tuple[str, ...]], bool], suspicion: Mapping[str, float], most: int
-    ) -> None:
-        self._tree, self._ask, self._suspicion, self._most = tree, passes, suspicion, most
-        self._known: dict[tuple[str, ...], bool] = {}
-        self._refused = False
-
-    def run(self) -> Found:
-        kept = self._fewest(self._tree[""], [])
-        if kept is None:
-            return Found(None, len(self._known), complete=True)
-        waiting = list(kept)
-        while waiting:
-            name = waiting.pop(0)
-            others = [other for other in kept if other != name]
-            parts = self._fewest(self._tree[name], others) if self._tree[name] else None
-            if parts is not None:
-                kept = [*others, *parts]
-                waiting += parts
-        for name in sorted(kept, key=self._rating):
-            rest = [other for other in kept if other != name]
-            kept = rest if self._passes(rest) else kept  # it was needed only because of one that was left out later
-        for name in sorted(self._tree, key=lambda name: -name.count(".")):
-            children = self._tree[name]
-            if name and len(children) > 1 and set(children) <= set(kept):  # all of a module: name the module
-                around = [*(other for other in kept if other not in children), name]
-                kept = around if self._passes(around) else kept
-        return Found(tuple(kept), len(self._known), complete=not self._refused)
-
-    def _rating(self, name: str) -> float:
-        return self._suspicion.get(name, -math.inf)
-
-    def _passes(self, names: Iterable[str]) -> bool:
+    def is_enough(names: Iterable[str]) -> bool:
+        nonlocal is_over
         single = tuple(sorted(names))
-        if single not in self._known:
-            if len(self._known) >= self._most:
-                self._refused = True
-                return False
-            self._known[single] = self._ask(single)
-        return self._known[single]
+        if single not in known and len(known) >= most:
+            is_over = True
+            return False
+        if single not in known:
+            known[single] = passes(single)
+        return known[single]
 
-    def _fewest(self, group: Sequence[str], rest: list[str]) -> list[str] | None:
-        """Return few modules of a group that pass together with the rest; `None` if the whole group does not."""
-        ranked, count = sorted(group, key=self._rating, reverse=True), 0
-        if not self._passes([*rest, *ranked]):
-            return None
-        while not self._passes([*rest, *ranked[:count]]):
-            count = min(max(1, 2 * count), len(ranked))
-        kept = self._without(ranked[:count][::-1], [*rest, *ranked[:count]]) if count else rest
-        return [name for name in ranked if name in kept]
+    def rating(name: str) -> float:
+        return suspicion.get(name, -math.inf)
 
-    def _without(self, group: Sequence[str], kept: list[str]) -> list[str]:
+    def without(group: Sequence[str], kept: list[str]) -> list[str]:
         """Leave out as many modules of a group as possible."""
         rest = [name for name in kept if name not in group]
-        if self._passes(rest):
+        if is_enough(rest):
             return rest
         if len(group) == 1:
             return kept
         half = (len(group) + 1) // 2
-        return self._without(group[half:], self._without(group[:half], kept))
+        return without(group[half:], without(group[:half], kept))
+
+    def fewest(group: Sequence[str], rest: list[str]) -> list[str] | None:
+        """Return few modules of a group that pass together with the rest; `None` if the whole group does not."""
+        ranked, count = sorted(group, key=rating, reverse=True), 0
+        if not is_enough([*rest, *ranked]):
+            return None
+        while not is_enough([*rest, *ranked[:count]]):
+            count = min(max(1, 2 * count), len(ranked))
+        kept = without(ranked[:count][::-1], [*rest, *ranked[:count]]) if count else rest
+        return [name for name in ranked if name in kept]
+
+    kept = fewest(tree[""], [])
+    if kept is None:
+        return Found(None, len(known), complete=True)
+    waiting = list(kept)
+    while waiting:
+        name = waiting.pop(0)
+        others = [other for other in kept if other != name]
+        parts = fewest(tree[name], others) if tree[name] else None
+        if parts is not None:
+            kept = [*others, *parts]
+            waiting += parts
+    for name in sorted(kept, key=rating):  # it was needed only because of one that was left out later
+        kept = without([name], kept)
+    for name in sorted(tree, key=lambda name: -name.count(".")):
+        children = tree[name]
+        if name and len(children) > 1 and set(children) <= set(kept):  # all of a module: name the module
+            around = [*(other for other in kept if other not in children), name]
+            kept = around if is_enough(around) else kept
+    return Found(tuple(kept), len(known), complete=not is_over)

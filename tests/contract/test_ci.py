@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+import pytest
+from support import fabric, promises
 from support.source import ROOT
 
 REPOSITORY = ROOT.parent
@@ -26,12 +29,21 @@ def test_each_stage_is_run_by_default_and_on_github() -> None:
 
 def test_only_make_test_leaves_out_what_is_slow() -> None:
     lines = [line for line in text_of("Makefile").splitlines() if "-m pytest" in line]
-    assert ["not slow" in line for line in lines] == [True, False, True]  # test, test-all, test-device
+    assert ["not slow" in line for line in lines] == [True, False, True, False]  # test, test-all, test-device, lint
     assert "make test-all " in text_of(".ci/run")
     assert "not slow" not in text_of("pyproject.toml") + text_of("tests/versions/__main__.py")
 
 
 def test_no_promise_is_slow() -> None:
+    """Only runs with Lightning's own plugin are, which are marked in one place."""
     files = [*(REPOSITORY / "tests" / "promises").rglob("*.py"), REPOSITORY / "tests" / "support" / "promises.py"]
     assert len(files) > 20
-    assert [file.name for file in files if "mark.slow" in file.read_text(encoding="utf-8")] == []
+    slow = {file.name: file.read_text(encoding="utf-8").count("mark.slow") for file in files}
+    assert {name: count for name, count in slow.items() if count} == {"promises.py": 1}
+
+    def test(plugins: Any) -> None: ...
+
+    for promise in (promises.promise, fabric.promise):
+        cases = vars(promise(1, stock="")(test))["pytestmark"][0].args[1]
+        assert {case.values[0].ours for case in cases if pytest.mark.slow in case.marks} == {False}
+        assert {case.values[0].ours for case in cases if pytest.mark.slow not in case.marks} == {True}

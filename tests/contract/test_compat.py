@@ -103,22 +103,6 @@ def test_an_entry_without_an_end_is_found(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        'def entry():\n    """Do it.\n\n    Remove\n    when torch has one.\n    """',
-        "# Remove when torch has one.\n@cache\ndef entry(): ...",
-        'CONSTANT = 1\n"""Remove when torch has one."""',
-        "# What it is: remove when\n# torch has one.\nentry = torch._entry",
-        'class Entry:\n    """Do it. Remove when torch has one."""',
-        "def _helper(): ...",
-        'def a():\n    """Remove when torch can."""\ndef b():\n    """Remove with `a`."""',
-    ],
-)
-def test_an_entry_with_an_end_is_not(text: str) -> None:
-    assert not new_findings(without_an_end, PACKAGE.with_file("_compat/_good.py", text))
-
-
-@pytest.mark.parametrize(
     ("path", "text"),
     [
         ("scaling/_bad.py", "import torch\nif torch.__version__ >= '2.14': ..."),
@@ -136,16 +120,3 @@ def test_an_entry_with_an_end_is_not(text: str) -> None:
 )
 def test_a_question_for_a_version_is_found(path: str, text: str) -> None:
     assert new_findings(asks_for_a_version, PACKAGE.with_file(path, text))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def entry(module):\n    return getattr(module, 'x', None)",  # asks an object about its state
-        "import torch\ndef entry():\n    return getattr(torch, 'x')",
-        'import torch\ndef entry():\n    """Ask, since torch 2.13 has none."""\n    return hasattr(torch, "x")',
-        "def entry():\n    try:\n        f()\n    finally:\n        g()",
-    ],
-)
-def test_what_is_no_question_for_a_version(text: str) -> None:
-    assert not new_findings(asks_for_a_version, PACKAGE.with_file("_compat/_good.py", text))

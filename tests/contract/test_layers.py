@@ -30,23 +30,8 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 _PLAIN = ("numerics", "findings", "measure", "scaling", "tracing", "reports")
-_PLAIN_OF_ADVICE = ("__init__", "_machine", "_report", "_step", "findings")
-"""The doctor's plain part: measurements and the sentences about them. Its other files train."""
-_PLAIN_OF_COMPARE = ("compare/__init__.py", "compare/_process.py", "compare/_report.py")
-"""The second file is all that a worker of an executor imports before it starts the process of a run."""
-_PLAIN_FILES = _PLAIN_OF_COMPARE
-WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in (*_PLAIN, *_PLAIN_FILES)} | {
+WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in _PLAIN} | {
     "casting": LIGHTNING,
-    **{f"advice/{name}": LIGHTNING for name in _PLAIN_OF_ADVICE},
-    **{
-        f"tune/{file}.py": LIGHTNING
-        for file in (
-            "__init__",
-            "_batch_sizes",
-            "_fp32_rules",
-            "_fp32_search",
-        )
-    },
     "_compat/_torch.py": {*LIGHTNING, "torchmetrics"},
     "_compat/_modules.py": {*LIGHTNING, "torchmetrics"},
 }
@@ -80,16 +65,11 @@ def imported_at_run_time(package: Package, source: Source) -> set[str]:
     return names
 
 
-def is_below(path: str, place: str) -> bool:
-    """Return whether a two-part place, such as `advice/findings`, is this file or a folder around it."""
-    return "/" in place and (path == f"{place}.py" or path.startswith(f"{place}/"))
-
-
 def forbidden_chains(package: Package) -> Iterator[Finding]:
     """Return each chain of imports from a plain room to a module that plain rooms must not reach."""
     graph = {name: imported_at_run_time(package, source) for name, source in package.modules.items()}
     for place, forbidden in WITHOUT.items():
-        chains = {s.module: s.module for s in package if place in (s.room, s.path) or is_below(s.path, place)}
+        chains = {s.module: s.module for s in package if place in (s.room, s.path)}
         for name in (queue := list(chains)):
             for target in sorted(graph[name]):
                 if target.split(".")[0] in forbidden:
@@ -203,7 +183,6 @@ def test_a_right_direction_is_not(path: str, text: str) -> None:
         ({"scaling/_bad.py": "import lightning"}, "scaling._bad -> lightning"),
         ({"tracing/_bad.py": "def f():\n    from pytorch_lightning import Trainer"}, "-> pytorch_lightning"),
         ({"numerics/_bad.py": "from torchmetrics import Metric"}, "-> torchmetrics"),
-        ({"advice/findings/_bad.py": "from lightning_amp.advice._watch import Watch"}, "_watch -> lightning"),
         ({"casting/_bad.py": "import lightning_utilities.core"}, "-> lightning_utilities.core"),
         ({"reports/_bad.py": "import importlib\nimportlib.import_module('lightning.fabric')"}, "-> lightning.fabric"),
         ({"scaling/_bad.py": "from lightning_amp import AmpPrecision"}, "scaling._bad -> lightning_amp -> "),

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from support import CountReads, Toy, batches, fit, flags_on_a_device
-from support.promises import OPTIMIZERS, Plugins, fused_adamw, fused_sgd, plain_adamw
+from support.promises import OPTIMIZERS, PLAIN_AND_FUSED, Plugins, fused_adamw, fused_sgd, plain_adamw
 from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,7 +93,7 @@ def events_of(module: Any, count: int = 2, **kwargs: Any) -> list[str]:
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 def test_automatic(optimizer: str) -> None:
     step = [
         "training_step",

@@ -52,7 +52,7 @@ def test_a_public_name_and_a_room_are_imported_when_they_are_asked_for() -> None
 
 
 def test_import_is_light() -> None:
-    """Importing every public name loads no plotting, CLI or distributed package; tests/benchmarks has the time."""
+    """Importing every public name loads no plotting, CLI or distributed package."""
     heavy = ("matplotlib", "jsonargparse", "rich", "sklearn", "transformers", "torchao", "torch._dynamo.eval_frame")
     heavy = (*heavy, "scipy", "jinja2", "lightning_amp.compare", "lightning_amp.tune")
     heavy = (*heavy, "lightning_amp.advice", "lightning_amp.cli")

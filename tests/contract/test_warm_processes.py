@@ -91,13 +91,6 @@ def test_a_script_sees_what_it_would_see(script: Path, environment: dict[str, st
     assert not set(drawn) & set(again)
 
 
-def test_an_exception_has_its_traceback(script: Path, environment: dict[str, str]) -> None:
-    _, said, code = run(script, "warm", environment, "raises")
-    assert code == 1
-    assert said.rstrip().endswith("KeyError: 'so'")
-    assert f'{script}", line' in said
-
-
 @pytest.mark.parametrize("how", ["ends", "returns", "exits with 3", "says why", "KeyError", "KeyboardInterrupt"])
 def test_it_ends_as_a_new_one(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -109,18 +102,6 @@ def test_it_ends_as_a_new_one(how: str, tmp_path: Path) -> None:
     assert ended.returncode == expected.returncode
 
 
-def test_two_orders_of_sets(script: Path, environment: dict[str, str]) -> None:
-    """Each process hashes strings with another seed, so ranks cannot agree by chance when they iterate over sets."""
-    orders: list[Any] = []
-    for order in (0, 1):
-        out = script.with_name(f"out{order}")
-        process = warm.start(script, "exits", out=out, err=out, env=environment, order=order)
-        assert process.wait() == 3
-        orders.append(json.loads(out.read_text().splitlines()[0])[2])
-    assert sorted(orders[0]) == sorted(orders[1])
-    assert orders[0] != orders[1]
-
-
 def test_one_that_hangs_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
@@ -128,14 +109,3 @@ def test_one_that_hangs_is_killed(tmp_path: Path) -> None:
         warm.run_script(script, timeout_s=1.0)
     with pytest.raises(ProcessLookupError):
         os.kill(int(caught.value.output), 0)
-
-
-def test_one_process_forks_for_all_workers(script: Path, environment: dict[str, str]) -> None:
-    run(script, "warm", environment)
-    another = warm._Server(warm._server(0).address)
-    try:
-        assert another._process is None
-        assert another.ask(pid=another.ask(argv=["-"], out=os.devnull, err=os.devnull, env={}, cwd=".")) is None
-    finally:
-        another.close()
-    assert run(script, "warm", environment)[2] == 3, "it is there until the last one leaves"

@@ -18,14 +18,9 @@ PACKAGES = (
     "torchmetrics",
     "transformers",
     "peft",
-    "torch_geometric",
-    "pytorch-metric-learning",
     "lion-pytorch",
     "schedulefree",
-    "prodigyopt",
     "pytorch_optimizer",
-    "timm",
-    "diffusers",
 )
 
 INTRODUCTION = """\

@@ -6,7 +6,6 @@ import contextlib
 import functools
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import throughput_monitor
@@ -17,21 +16,17 @@ from support import (
     Poison,
     Toy,
     assert_as_fp32,
-    assert_finite,
     assert_same,
     batches,
     fit,
-    promises,
     scaled_fp32,
     stock,
-    weights,
 )
-from support.promises import DIFFERS
+from support.promises import DIFFERS, OPTIMIZERS, PLAIN_AND_FUSED
 from torch import nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 
-OPTIMIZERS = {name: promises.OPTIMIZERS[name] for name in ("sgd", "adamw", "fused adamw")}
 POLICY: dict[str, Any] = {"init_scale": 2.0**24, "growth_interval": 5}
 
 
@@ -42,7 +37,7 @@ def toy(optimizer: str) -> Toy:
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_same_bits_as_lightning(precision: str, optimizer: str, clip: float | None, accumulate: int) -> None:
     if clip and optimizer.startswith("fused"):
@@ -82,7 +77,6 @@ class Recurrent(nn.Module):
         return self.head(x / 100)
 
 
-@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("cell", [pytest.param(nn.GRUCell, marks=pytest.mark.needs("gru")), nn.LSTMCell, nn.RNNCell])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_same_bits_where_weights_are_used_again(precision: str, cell: type[nn.Module]) -> None:
@@ -98,7 +92,7 @@ def test_same_bits_where_weights_are_used_again(precision: str, cell: type[nn.Mo
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 def test_somebody_elses_scaler(optimizer: str) -> None:
     module = functools.partial(toy, optimizer)
     ours = AmpPrecision("fp16", scaler=torch.amp.GradScaler("cpu", **POLICY))
@@ -109,7 +103,7 @@ def test_somebody_elses_scaler(optimizer: str) -> None:
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 def test_fp32_is_fp32(optimizer: str) -> None:
     module = functools.partial(toy, optimizer)
     for plugin in (AmpPrecision("fp32"), AmpPrecision("fp32", skip_nonfinite=False), scaled_fp32()):
@@ -160,62 +154,7 @@ def test_auto_says_what_it_picked(caplog: pytest.LogCaptureFixture) -> None:
     assert {"bf16-mixed": "'bf16'", "32-true": "'fp32'"}[plugin.precision] in lines[0]
 
 
-@pytest.mark.usefixtures("where_flags_live")
-def test_a_skipped_step_changes_nothing_and_is_counted() -> None:
-    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(64.0))
-    module = toy("adamw")
-    seen: list[dict[str, torch.Tensor]] = []
-
-    class Look(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-            seen.append(weights(pl_module))
-
-    fit(module, plugin, batches(4), callbacks=[Poison(gradient=[1, 2]), Look()])
-    assert_same(seen[0], seen[2])
-    with pytest.raises(AssertionError):
-        assert_same(seen[2], seen[3])
-    assert (plugin.num_steps, plugin.num_skipped) == (2, 2)
-    assert plugin.scaler.get_scale() == 16.0
-    assert plugin.last_step.index == 3
-
-
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_skip_nonfinite(precision: str) -> None:
-    plugin = AmpPrecision(precision)
-    trainer = fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=[1], loss=[3])])
-    assert_finite(trainer)
-    assert (plugin.num_steps, plugin.num_skipped) == (6, 2)
-    plugin = AmpPrecision(precision, skip_nonfinite=False)
-    trainer = fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=[1])])
-    with pytest.raises(AssertionError, match="not finite"):
-        assert_finite(trainer)
-
-
 def test_a_stuck_run_says_which_parameters() -> None:
     plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(min_scale=65536.0, max_consecutive_skips=5))
     with pytest.raises(FloatingPointError, match=r"5 optimizer steps in a row.*`net.0.weight`"):
         fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=range(8))])
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_a_second_fit_starts_fresh(precision: str) -> None:
-    plugin = AmpPrecision(precision, scaler=64.0 if precision == "fp16" else None)
-    first = fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=[1])])
-    again = fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=[1])])
-    assert_same(first, again)
-    assert (plugin.num_steps, plugin.num_skipped) == (7, 1)
-    assert plugin.last_step.index == 7
-
-
-class ReturnsNone(Toy):
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_a_batch_without_a_loss(precision: str) -> None:
-    plugin = AmpPrecision(precision)
-    trainer = fit(lambda: ReturnsNone(OPTIMIZERS["adamw"], nn.Linear(8, 1)), plugin)
-    assert trainer.global_step == 8

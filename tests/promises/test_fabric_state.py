@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +9,20 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins.precision import MixedPrecision
-from support import FEATURES, assert_same, quiet_trainer, with_batch_norm
+from support import assert_same, quiet_trainer, with_batch_norm
 from support.fabric import (
     CASES,
     DEVICE,
     OPTIMIZERS,
-    Exact,
     FabricPlugins,
-    Infinite,
     Loop,
     batches,
     exact,
     make_fabric,
     net,
     optimizer_tensors,
-    slow,
-    without,
 )
-from support.promises import fused_adamw, plain_adamw, plain_sgd
-from torch import nn
+from support.promises import plain_adamw, plain_sgd
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from torch.optim.swa_utils import AveragedModel
 
@@ -87,9 +79,7 @@ class Run:
 
 
 @both_ways
-@pytest.mark.parametrize(
-    "cut", [pytest.param(1, marks=slow), 2, 7, pytest.param(10, marks=slow), pytest.param(12, marks=slow)]
-)
+@pytest.mark.parametrize("cut", [2, 7])
 @pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_a_cut_leaves_no_trace(precision: str, optimizer: str, cut: int, tmp_path: Path) -> None:
@@ -140,30 +130,6 @@ def test_a_run_goes_back_to_an_earlier_checkpoint(optimizer: str, way: str, tmp_
         return loop.weights(), float(loop.raw.param_groups[0]["lr"])
 
     assert_same(train(FabricPlugins().fp16()), train(None))
-
-
-def test_saving_changes_nothing(tmp_path: Path) -> None:
-    saved, plain = Run("fp16", fused_adamw), Run("fp16", fused_adamw).train(0, 20)
-    for index in range(20):
-        saved.train(index, index + 1)
-        saved.loop.fabric.save(tmp_path / "checkpoint.pt", saved.state())
-    assert_same(saved.everything()[0], plain.everything()[0])
-    assert saved.everything()[1] == plain.everything()[1]
-
-
-@both_ways
-def test_a_checkpoint_has_the_schedule_of_the_next_step(tmp_path: Path) -> None:
-    """Deferred calls happen before the state is saved, if the plugin is saved."""
-    plugin = FabricPlugins().fp16()
-    loop = Loop(plugin, optimizer=fused_adamw)
-    schedule = ExponentialLR(loop.raw, 0.5)
-    for batch in batches(3):
-        loop.backward(batch)
-        loop.optimizer.step()
-        plugin.on_applied(schedule.step)
-    plugin.state_dict()
-    assert schedule.last_epoch == 3
-    assert loop.raw.param_groups[0]["lr"] == pytest.approx(0.01 / 8)
 
 
 def stock_state() -> tuple[dict[str, Any], Loop]:
@@ -227,30 +193,7 @@ def test_history(tmp_path: Path) -> None:
     assert ScaleHistory.from_csv(tmp_path / "history.csv").num_skipped == 2
 
 
-def test_history_draws() -> None:
-    pytest.importorskip("matplotlib").use("agg")
-    plugin = FabricPlugins().fp16()
-    history = ScaleHistory.following(plugin.records)
-    Loop(plugin, trouble={1: "gradient"}).run()
-    assert history.plot().axes
-
-
 # -- settings ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("given", "name", "dtype"), [
-    ("fp16", "16-mixed", torch.float16), ("16-mixed", "16-mixed", torch.float16), (16, "16-mixed", torch.float16),
-    ("bf16", "bf16-mixed", torch.bfloat16), (torch.bfloat16, "bf16-mixed", torch.bfloat16),
-    ("fp32", "32-true", torch.float32), ("32-true", "32-true", torch.float32),
-])  # fmt: skip
-def test_spellings(given: Any, name: str, dtype: torch.dtype) -> None:
-    plugin = FabricAmpPrecision(given)
-    assert plugin.precision == name
-    fabric = make_fabric(plugin)
-    fabric.setup(net())
-    with fabric.autocast():
-        x = torch.ones(2, 2, device=DEVICE)
-        assert (x @ x).dtype == dtype
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
@@ -294,11 +237,6 @@ def test_fabric_refuses_the_trainers_plugin(precision: str) -> None:
     with pytest.raises(TypeError, match="FabricAmpPrecision"):
         fabric = L.Fabric(accelerator=DEVICE, devices=1, plugins=[AmpPrecision(precision)])
         fabric.setup(net())
-
-
-def test_precision_beside_plugins() -> None:
-    with pytest.raises(ValueError, match=r"precision=16-mixed.*plugins"):
-        L.Fabric(accelerator=DEVICE, devices=1, precision="16-mixed", plugins=[FabricAmpPrecision("fp16")])
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
@@ -380,51 +318,12 @@ def test_an_optimizer_that_was_not_set_up() -> None:
 
 
 @both_ways
-def test_setup_in_two_calls() -> None:
-    """`setup_module` and `setup_optimizers`, in this order, are `setup`."""
-    plugin = FabricPlugins().fp16()
-    torch.manual_seed(0)
-    fabric = make_fabric(plugin)
-    module = exact()
-    model = fabric.setup_module(module)
-    optimizer = fabric.setup_optimizers(fused_adamw(model.parameters()))
-    for index, batch in enumerate(map(fabric.to_device, batches())):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(batch), batch.sum(1, keepdim=True))
-        fabric.backward(Infinite.apply(loss) if index == 2 else loss)
-        fabric.clip_gradients(model, optimizer, max_norm=0.5)
-        optimizer.step()
-    reference = Loop(optimizer=fused_adamw).run(without([2]), edit=lambda loop: loop.clip(max_norm=0.5))
-    assert_same(dict(model.state_dict()), reference.weights())
-
-
-@both_ways
 @pytest.mark.parametrize("arguments", [{}, {"max_norm": 1.0, "clip_val": 1.0}])
 def test_clip_without_a_value(arguments: Any) -> None:
     loop = Loop(FabricPlugins().fp16())
     loop.backward(batches()[0])
     with pytest.raises(ValueError, match="clip_val"):
         loop.clip(**arguments)
-
-
-@both_ways
-def test_clip_before_any_backward() -> None:
-    loop = Loop(FabricPlugins().fp16())
-    assert loop.clip(max_norm=1.0) == 0
-    assert_same(loop.run().weights(), Loop().run().weights())
-
-
-@both_ways
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_other_norms(norm_type: float) -> None:
-    def train(plugin: Any) -> Any:
-        loop = Loop(plugin, optimizer=fused_adamw)
-        edit: Any = lambda loop: loop.fabric.clip_gradients(  # noqa: E731
-            loop.model, loop.optimizer, max_norm=0.1, norm_type=norm_type
-        )
-        return loop.run(edit=edit).weights()
-
-    assert_same(train(FabricPlugins().fp16()), train(None))
 
 
 @both_ways
@@ -440,17 +339,6 @@ def test_a_checkpoint_is_complete_before_the_first_forward(precision: str) -> No
         assert loaded.state_dict() == plugin.state_dict()
     with pytest.raises(ValueError, match="num_steps"):
         FabricAmpPrecision(precision).load_state_dict({**plugin.state_dict(), "num_steps": -1})
-
-
-def test_a_checkpoint_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    plugin = FabricPlugins().fp16(growth_interval=10)
-    Loop(plugin).run()
-    resumed = FabricAmpPrecision("fp16", scaler=DynamicLossScaler(2.0**10, growth_interval=20))
-    loop = Loop(resumed)
-    resumed.load_state_dict(plugin.state_dict())
-    loop.run()
-    assert caplog.text.count("`growth_interval=20`, as passed, is used; the checkpoint had 10") == 1
 
 
 def test_before_the_first_step() -> None:
@@ -492,86 +380,6 @@ def test_the_same_model_can_be_set_up_again(new_optimizer: bool) -> None:
     plugin = FabricPlugins().fp16(growth_interval=3)
     assert_same(train(plugin), train(None))
     assert plugin.num_steps == 24
-
-
-def test_a_plugin_does_not_watch_the_steps_of_another() -> None:
-    """Its hooks would stay on parameters that are none of its business, and cost two calls for each in a backward."""
-    first, second = FabricPlugins().fp16(), FabricPlugins().fp16()
-    Loop(first).run()
-    loop = Loop(second)
-    loop.run()
-    parameters = list(loop.model.module.parameters())
-    assert sum(len(p._post_accumulate_grad_hooks or ()) for p in parameters) == 1  # of its own plugin
-    assert first.num_steps == 8
-
-
-def test_nothing_is_left_of_a_plugin_that_is_gone() -> None:
-    """Neither the model, nor torch's switch for compiled backwards; its hooks go when another plugin begins."""
-    hooks = lambda: len(sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks)  # noqa: E731
-    gc.collect()
-    Loop(FabricPlugins().fp16()).run()  # removes the hooks of the plugins before it
-    gc.collect()
-    before, switch = hooks(), getattr(torch._functorch.config, "backward_pass_autocast", None)
-    loop = Loop(FabricPlugins().fp16(), trouble={1: "gradient"}).run(edit=lambda loop: loop.clip(max_norm=1.0))
-    module, plugin = weakref.ref(loop.model.module), weakref.ref(loop.plugin)
-    assert hooks() == before
-    del loop
-    gc.collect()
-    assert (module(), plugin(), hooks()) == (None, None, before)
-    assert getattr(torch._functorch.config, "backward_pass_autocast", None) == switch
-
-
-@both_ways
-@pytest.mark.parametrize("optimizer", CASES)
-def test_a_plain_loop_after_fabric(optimizer: str) -> None:
-    """The model trains on without Fabric, with an optimizer of its own; its gradients carry no loss scale."""
-
-    def train(plugin: Any) -> Any:
-        loop = Loop(plugin, optimizer=OPTIMIZERS[optimizer]).run(batches(2))
-        module = loop.model.module
-        plain = OPTIMIZERS[optimizer](module.parameters())
-        for batch in map(loop.fabric.to_device, batches(3)):
-            plain.zero_grad()
-            module(batch).square().mean().backward()
-            plain.step()
-        return loop.weights()
-
-    assert_same(train(FabricPlugins().fp16()), train(None))
-
-
-@both_ways
-@pytest.mark.needs("parameters that stay")
-@pytest.mark.parametrize("optimizer", CASES)
-def test_lazy_modules(optimizer: str) -> None:
-    """The first forward, after `fabric.setup`, gives the weights a shape. BatchNorm needs one before."""
-    make = lambda: Exact(nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(1)))  # noqa: E731
-    plugin, trouble = FabricPlugins().fp16(), {0: "gradient"}
-    loop = Loop(plugin, make, OPTIMIZERS[optimizer], trouble).run()  # type: ignore[arg-type]
-    reference = Loop(None, make, OPTIMIZERS[optimizer]).run(without([0]))
-    assert_same(loop.weights(), reference.weights())
-    loop = Loop(FabricPlugins().bf16(), lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()))
-    with pytest.raises(ValueError, match="uninitialized parameter.*Call `forward` with a dummy batch to initialize"):
-        loop.model(batches()[0])
-
-
-@both_ways
-def test_three_models_one_without_an_optimizer() -> None:
-    """A frozen teacher and a model that is only evaluated."""
-    plugin = FabricPlugins().fp16()
-
-    def train(plugin: Any) -> Any:
-        loop = Loop(plugin, optimizer=fused_adamw)
-        teacher = loop.fabric.setup_module(Exact(nn.Linear(FEATURES, 1)).requires_grad_(False))
-        for batch in map(loop.fabric.to_device, batches()):
-            loop.optimizer.zero_grad()
-            with torch.no_grad():
-                target = teacher(batch)
-            loop.fabric.backward((loop.model(batch) - target).pow(2).mean())
-            loop.clip(max_norm=0.5)
-            loop.optimizer.step()
-        return loop.weights()
-
-    assert_same(train(plugin), train(None))
 
 
 @both_ways

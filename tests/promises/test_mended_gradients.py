@@ -12,18 +12,16 @@ from support import (
     Poison,
     Records,
     Toy,
-    WithoutAutocast,
     assert_as_fp32,
     assert_finite,
     assert_same,
-    batches,
     fit,
     with_batch_norm,
 )
-from support.promises import DIFFERS, OPTIMIZERS, Plugins, plain_sgd, promise
+from support.promises import DIFFERS, OPTIMIZERS, PLAIN_AND_FUSED, Plugins, plain_sgd, promise
 from torch import Tensor, nn
 
-from lightning_amp import AmpPrecision, DynamicLossScaler
+from lightning_amp import AmpPrecision
 
 
 def replace(module: nn.Module) -> None:
@@ -85,7 +83,7 @@ def test_mended_before_the_step(plugins: Plugins, optimizer: str, mend: Callable
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"])
 def test_mended_in_any_hook(hook: str, optimizer: str, precision: str) -> None:
     plugin = getattr(Plugins(True), precision)()
@@ -98,7 +96,7 @@ def test_mended_in_any_hook(hook: str, optimizer: str, precision: str) -> None:
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 def test_finite_gradients_of_an_infinite_loss(optimizer: str, precision: str, clip: float | None) -> None:
     """A term that is not differentiated was added to the loss."""
     plugin = getattr(Plugins(True), precision)()
@@ -113,7 +111,7 @@ def test_finite_gradients_of_an_infinite_loss(optimizer: str, precision: str, cl
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 def test_the_loss_says_why(optimizer: str) -> None:
     records, plugin = Records(), Plugins(True).scaled()
     fit(lambda: Bad(optimizer=OPTIMIZERS[optimizer]), plugin, callbacks=[Poison(gradient=[4]), records])
@@ -122,7 +120,7 @@ def test_the_loss_says_why(optimizer: str) -> None:
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 def test_a_mended_overflow_is_a_step_and_lowers_the_scale(optimizer: str) -> None:
     """The scale falls; otherwise every step would overflow and need mending."""
     records, plugin = Records(), Plugins(True).scaled()
@@ -140,7 +138,7 @@ def test_a_mended_overflow_is_a_step_and_lowers_the_scale(optimizer: str) -> Non
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 def test_broken_in_a_hook(optimizer: str, precision: str) -> None:
     """The reverse: a hook that makes gradients NaN causes a skip."""
 
@@ -157,7 +155,7 @@ def test_broken_in_a_hook(optimizer: str, precision: str) -> None:
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 def test_clipping_by_value_mends_nothing(optimizer: str, precision: str, own: bool) -> None:
     """A clamped overflow tells nothing about the true gradient, not even its sign."""
 
@@ -198,7 +196,7 @@ class ByHand(Manual):
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("clip", [None, "norm", "value"])
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 def test_mended_by_hand(optimizer: str, precision: str, clip: str | None) -> None:
     plugin = getattr(Plugins(True), precision)()
     assert_as_fp32(lambda: ByHand(OPTIMIZERS[optimizer], True, clip), plugin)
@@ -206,7 +204,7 @@ def test_mended_by_hand(optimizer: str, precision: str, clip: str | None) -> Non
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 def test_clipping_by_value_by_hand_mends_nothing(optimizer: str) -> None:
     plugin = Plugins(True).scaled()
     fit(lambda: ByHand(OPTIMIZERS[optimizer], False, "value"), plugin)
@@ -215,7 +213,7 @@ def test_clipping_by_value_by_hand_mends_nothing(optimizer: str) -> None:
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 def test_statistics_of_a_mended_batch_are_finite(optimizer: str, precision: str) -> None:
     """The step is taken, but NaN in a running mean would stay for ever."""
 
@@ -228,23 +226,3 @@ def test_statistics_of_a_mended_batch_are_finite(optimizer: str, precision: str)
     assert_finite(trainer)
     # where only the loss is bad, the statistics include the batch, as in fp32
     assert_as_fp32(lambda: make("nan"), getattr(Plugins(True), precision)())
-
-
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_skip_nonfinite_false_takes_everything(optimizer: str) -> None:
-    assert_as_fp32(lambda: Bad(optimizer=OPTIMIZERS[optimizer]), AmpPrecision("fp32", skip_nonfinite=False))
-
-
-@pytest.mark.usefixtures("where_flags_live")
-def test_torchs_scaler_too() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    assert_as_fp32(lambda: Looks("on_before_optimizer_step"), WithoutAutocast("fp16", scaler=scaler))
-
-
-def test_in_half_precision() -> None:
-    """The result equals fp32, up to rounding."""
-    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(1024.0))
-    tolerance = {"rtol": 0.02, "atol": 2e-3}
-    assert_as_fp32(lambda: Looks("on_before_optimizer_step"), plugin, batches(4), tolerance=tolerance)
-    assert plugin.num_skipped == 0

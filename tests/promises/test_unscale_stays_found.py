@@ -87,7 +87,7 @@ class Unscales(Manual):
 @pytest.mark.filterwarnings("ignore:lightning_amp. precision 'bf16'")
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("precision", ["scaled", "fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["scaled", "bf16"])
 def test_in_manual_optimization(precision: str, optimizer: str, edit: str) -> None:
     plugin = plugin_for(precision)
     edited = fit(lambda: Unscales(EDITS[edit], optimizer=OPTIMIZERS[optimizer]), plugin)
@@ -95,7 +95,6 @@ def test_in_manual_optimization(precision: str, optimizer: str, edit: str) -> No
     assert_same(edited, fit(lambda: Unscales(optimizer=OPTIMIZERS[optimizer]), plugin_for(precision)))
 
 
-@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("call", CALLS)
 def test_whichever_call(call: str, edit: str) -> None:

@@ -129,7 +129,6 @@ def step(*extra: Operation, **changes: Any) -> Step:
         fp32_memory=Memory(10 * MIB, 10 * MIB, 20 * MIB, 0, 0, 180 * MIB, 220 * MIB),
         optimizers=(OptimizerFacts("AdamW", False, 1000),),
         loading=Loading(0),
-        alignment=8,
         variants=(Variant("as it is", (0.1,) * 5), Variant("fp32", (0.25,) * 5)),
     )
     return replace(found, **changes)

@@ -19,11 +19,11 @@ from zoo.toy import FEATURES
 
 from lightning_amp import DynamicLossScaler, FabricAmpPrecision
 from support.devices import DEVICE, flags_on_a_device
-from support.promises import fused_adamw, fused_sgd, plain_adamw, plain_sgd
+from support.promises import DECIDED_BY_A_FLAG, STOCK_MARKS, fused_adamw, fused_sgd, plain_adamw, plain_sgd
 
 OPTIMIZERS = {"adamw": plain_adamw, "fused adamw": fused_adamw, "sgd": plain_sgd, "fused sgd": fused_sgd}
 slow = pytest.mark.slow
-CASES = ["adamw", "fused adamw", pytest.param("sgd", marks=slow), pytest.param("fused sgd", marks=slow)]
+CASES = ["adamw", "fused adamw"]
 Trouble = Mapping[int, Literal["gradient", "loss", "input"]]
 """Maps a batch to its trouble: infinite gradients, a NaN loss, or an infinite input."""
 
@@ -85,14 +85,14 @@ def promise(
                 test(*args, plugins=plugins, **kwargs)
 
         wrapper.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
-        stock_marks = [pytest.mark.stock]
+        where = [False, True] if row in DECIDED_BY_A_FLAG else [False]
+        stocks = [("torch's scaler", "stock"), ("our scaler", "stock with our scaler")]
         params = [
-            pytest.param(FabricPlugins(), id=f"row{row}-ours"),
-            pytest.param(FabricPlugins(flags_on_a_device=True), id=f"row{row}-ours, flags on a device"),
-            pytest.param(FabricPlugins("torch's scaler"), id=f"row{row}-stock", marks=stock_marks),
-            pytest.param(
-                FabricPlugins("our scaler"), id=f"row{row}-stock with our scaler", marks=[pytest.mark.stock, slow]
+            *(
+                pytest.param(FabricPlugins(flags_on_a_device=on), id=f"row{row}-ours{', flags on a device' * on}")
+                for on in where
             ),
+            *(pytest.param(FabricPlugins(kind), id=f"row{row}-{name}", marks=STOCK_MARKS) for kind, name in stocks),
         ]
         return pytest.mark.parametrize("plugins", params)(wrapper)
 

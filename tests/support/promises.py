@@ -15,6 +15,12 @@ import torch
 from lightning_amp import AmpPrecision, DynamicLossScaler
 from support import STOCK_CACHES_CASTS, flags_on_a_device, scaled_fp32, stock, stock_fp32
 
+STOCK_MARKS = [pytest.mark.stock, pytest.mark.slow]
+"""Runs with Lightning's own plugin only show that it fails, so `make test` leaves them out."""
+
+DECIDED_BY_A_FLAG = {1, 2, "2+8", 3, 5, 6, 8, 9, 10, 11, 16, 38}
+"""Rows about steps that a flag skips. Only these also run with the flag on a device."""
+
 
 @dataclass(frozen=True)
 class Plugins:
@@ -47,6 +53,8 @@ def promise(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Mark the test of a row of the promises.
 
+    Only the run with Lightning's own plugin is marked `slow`.
+
     Args:
         row: The number of the row, for the test id.
         stock: Pattern of the error with which the same test fails under Lightning's own plugin; `None` if Lightning
@@ -57,6 +65,8 @@ def promise(
     """
     if STOCK_CACHES_CASTS:
         stock = next_release.get("next_stock", stock)
+
+    where = [False, True] if row in DECIDED_BY_A_FLAG else [False]
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
@@ -70,9 +80,8 @@ def promise(
 
         wrapper.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
         params = [
-            pytest.param(Plugins(True), id=f"row{row}-ours"),
-            pytest.param(Plugins(True, flags_on_a_device=True), id=f"row{row}-ours, flags on a device"),
-            pytest.param(Plugins(False), id=f"row{row}-stock", marks=pytest.mark.stock),
+            *(pytest.param(Plugins(True, on), id=f"row{row}-ours{', flags on a device' * on}") for on in where),
+            pytest.param(Plugins(False), id=f"row{row}-stock", marks=STOCK_MARKS),
         ]
         return pytest.mark.parametrize("plugins", params)(wrapper)
 
@@ -99,3 +108,6 @@ def plain_sgd(params: Any) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = {"adamw": plain_adamw, "fused adamw": fused_adamw, "sgd": plain_sgd, "fused sgd": fused_sgd}
+
+PLAIN_AND_FUSED = ["sgd", "fused adamw"]
+"""One optimizer for each way to decide about a step: by the host, and in a fused kernel."""

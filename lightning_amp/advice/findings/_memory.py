@@ -16,6 +16,8 @@ from lightning_amp.advice.findings._finding import (
 _LARGE_BYTES = 16 * 2**20
 _FULL, _MATTERS = 0.7, 0.1
 """Shares of a device's memory: a peak above the first is a warning, and a peak below the second is not reported."""
+_FREE = "A larger batch uses the memory that is free (`find_batch_size` says how many rows fit)."
+_IN_8_BITS = " States in 8 bits (`torchao.optim.AdamW8bit`), or sharding over devices (FSDP2), hold less (not tried)."
 _MATTERS_BYTES = 2**30
 """The second bound, for devices whose amount of memory is unknown."""
 
@@ -55,11 +57,5 @@ def state_dominates(step: Step, machine: Machine, decision: Decision) -> Finding
     )
     if step.fp32_memory is not None:
         text += f": the peak is {memory(found.peak)}, and {memory(step.fp32_memory.peak)} in fp32"
-    ways = ["A larger batch uses the memory that is free (`find_batch_size` says how many rows fit)."]
-    number = sum(optimizer.num_parameters for optimizer in step.optimizers if "Adam" in optimizer.name)
-    if number and found.states > 6 * number:  # the states are in fp32
-        ways.append(f"States in 8 bits (`torchao.optim.AdamW8bit`) save {memory(found.states - 2 * number)}.")
-    if machine.device_type == "cuda":
-        ways.append(f"Sharding over 8 devices (FSDP2) saves {memory(state * 7 // 8)} on each.")
     severity: Severity = "warning" if limit and found.peak > _FULL * limit else "note"
-    return Finding(severity, "state-dominates", f"{text}.", " ".join(ways), share)
+    return Finding(severity, "state-dominates", f"{text}.", f"{_FREE}{_IN_8_BITS if found.states else ''}", share)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from statistics import median
-from typing import NamedTuple
 
 from lightning_amp._text import counted, memory, percent
 from lightning_amp.advice._machine import Machine, Sizes
@@ -19,31 +17,26 @@ from lightning_amp.advice.findings._finding import (
 )
 from lightning_amp.measure import FORWARD
 
-
-class _Words(NamedTuple):
-    what: str
-    action: str
-
-
-_WHY: dict[str, _Words] = {
-    "off": _Words(
+_WHY = {
+    "off": (
         "where autocast is turned off",
         "Take that region out, or keep only the operation in it that needs fp32. If that operation is a module of its"
         " own, name it in `fp32_modules` instead.",
     ),
-    "float64": _Words(
+    "float64": (
         "in float64, which autocast leaves alone",
         "Make the tensors float32: `.float()` on what is loaded, and no `torch.float64` constants.",
     ),
-    "attention": _Words(
+    "attention": (
         "in attention that torch computes step by step in fp32, since no fused kernel takes these arguments",
         "Call it with arguments that a fused kernel takes: no dropout on a CPU, and no returned attention weights.",
     ),
-    "not listed": _Words(
+    "not listed": (
         "in operations that autocast does not compute in half precision",
         "Write them as `matmul`, `linear` or a convolution: autocast runs these in half precision.",
     ),
 }
+"""Why products stay in full precision, in words, and what to do."""
 
 
 def fp32_products(step: Step) -> dict[str, Counter[str]]:
@@ -79,10 +72,10 @@ def autocast_off(step: Step, machine: Machine, decision: Decision) -> Finding | 
         places = [place or "the module itself" for place, _ in found[why].most_common()]
         more = f", and {counted(len(places) - 2, 'other place')}" if len(places) > 2 else ""
         part = f"{percent(share)} " if len(shares) > 1 else ""
-        reasons.append(f"{part}{_WHY[why].what} ({'; '.join(places[:2])}{more})")
+        reasons.append(f"{part}{_WHY[why][0]} ({'; '.join(places[:2])}{more})")
     total = sum(shares.values())
     text = f"{percent(total)} of the FLOPs of the forward stay in full precision, {', '.join(reasons)}."
-    return Finding(graded(total, 0.1), "autocast-off", text, _WHY[next(iter(shares))].action, total)
+    return Finding(graded(total, 0.1), "autocast-off", text, _WHY[next(iter(shares))][1], total)
 
 
 def fp32_modules_dominate(step: Step, machine: Machine, decision: Decision) -> Finding | None:
@@ -98,7 +91,7 @@ def fp32_modules_dominate(step: Step, machine: Machine, decision: Decision) -> F
 
 
 _SLOWEST = 3.0
-"""A cast counts as at most this multiple of a usual cast: on a busy machine, one call may take far longer."""
+"""A size of which there is only one cast counts as at most this multiple of a usual cast."""
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 """Torch functions that cast their weights anew for each time step."""
 _CASTING = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
@@ -119,16 +112,18 @@ def many_casts(step: Step, machine: Machine, decision: Decision) -> Finding | No
             sites.setdefault((False, cast.module), []).append(cast)
     if not sites:
         return None
-    per_call, per_byte = median(c.seconds for c in casts), median(c.seconds / c.cast_bytes for c in casts)
-
-    def seconds(own: Iterable[Operation]) -> float:
-        return sum(min(c.seconds, _SLOWEST * max(per_call, per_byte * c.cast_bytes)) for c in own)
-
     beyond = [cast for own in sites.values() for cast in own]
-    share = seconds(beyond) / max(step.recorded.seconds, 1e-12)
+    per_call, per_byte = median(c.seconds for c in casts), median(c.seconds / c.cast_bytes for c in casts)
+    usual = {  # on a busy machine, one call may take far longer than the others
+        size: min(median(c.seconds for c in casts if c.cast_bytes == size), _SLOWEST * max(per_call, per_byte * size))
+        for size in {c.cast_bytes for c in beyond}
+    }
+    taken = {site: sum(usual[cast.cast_bytes] for cast in own) for site, own in sites.items()}
+    share = sum(taken.values()) / max(step.recorded.seconds, 1e-12)
     if share < 0.01 and len(beyond) < 6:
         return None
-    explicit, where = max(sites, key=lambda site: seconds(sites[site]))
+    calls = step.recorded.call_s * len(beyond) / max(step.recorded.seconds, 1e-12)  # any small operation costs that
+    explicit, where = max(taken, key=lambda site: taken[site])
     what = "casts of your own" if explicit else "casts of weights that were cast already"
     text = (
         f"{len(beyond)} {what} in a step, beyond autocast's one per weight, write"
@@ -140,7 +135,7 @@ def many_casts(step: Step, machine: Machine, decision: Decision) -> Finding | No
         if explicit
         else "Call the module once on all rows instead of once per row, so that its weight is cast once."
     )
-    return Finding(graded(share, 0.1), "many-casts", text, action, share)
+    return Finding(graded(share - calls, 0.1), "many-casts", text, action, share)
 
 
 _HALF = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}

@@ -132,8 +132,9 @@ def test_a_failed_variant_is_reported_and_the_others_run(monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(_race, "fuse", fails)
-    step = examined(lambda: Project(mlp(256), fused=False), rows(8, 512)).step
-    assert "fused=True: there was not enough memory" in step.notes
+    report = examined(lambda: Project(mlp(256), fused=False), rows(8, 512))
+    step = report.step
+    assert "not measured: fused=True: there was not enough memory" in str(report)
     assert step.variant("fp32") is not None
 
 

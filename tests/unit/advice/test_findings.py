@@ -256,6 +256,14 @@ def test_one_slow_call_on_a_busy_machine_is_no_warning() -> None:
     assert not said(step(*usual, replace(slow, cast_bytes=4096)))
 
 
+def test_many_casts_of_a_few_bytes_are_no_warning_whatever_a_busy_machine_does() -> None:
+    """The fault: a recurrent network of tiny operations had "many casts" when some calls were slow by chance."""
+    calls = [replace(product(flops=0), name="view", seconds=1e-5) for _ in range(600)]
+    again = [cast(1.2e-5 if i % 4 else 1e-3, 1536, cast_of=5) for i in range(80)]
+    found = only(step(*calls, *again, recorded_s=0.01))
+    assert (found.severity, found.code) == ("note", "many-casts")
+
+
 def test_sizes_that_are_not_aligned_are_found() -> None:
     sizes = (64, 33, 100)
     facts = step(
@@ -264,7 +272,7 @@ def test_sizes_that_are_not_aligned_are_found() -> None:
     )  # fmt: skip
     found = unaligned_products(facts)
     assert found == Unaligned(pytest.approx(20 / 10**9), sizes, (64, 40, 104), "bf16", "b")
-    wider = unaligned_products(replace(facts, alignment=16))
+    wider = unaligned_products(replace(facts, precision="fp8"))
     assert wider is not None
     assert wider.padded == (64, 48, 112)
     assert unaligned_products(step(product("b", sizes=(64, 32, 96)))) is None
@@ -394,12 +402,11 @@ def test_states_that_dominate() -> None:
     assert (found.severity, found.code) == ("note", "state-dominates")
     assert "the optimizer hold 160 MiB, 88.9 % of the peak; that is 16 bytes per parameter" in found.message
     assert "the peak is 180 MiB, and 180 MiB in fp32" in found.message
-    assert "States in 8 bits (`torchao.optim.AdamW8bit`) save 60 MiB" in found.action
-    assert "Sharding" not in found.action
-    assert "Sharding over 8 devices" in only(facts, machine(memory_gib=1.0, device_type="cuda")).action
+    assert "States in 8 bits (`torchao.optim.AdamW8bit`)" in found.action
     assert only(facts, machine(memory_gib=0.2)).severity == "warning"  # the device is full
     assert not said(facts, machine(memory_gib=16.0))
-    assert "8 bits" not in only(replace(facts, optimizers=(replace(adam, name="SGD"),)), SMALL).action
+    no_states = replace(facts, memory=memory(weights=80, gradients=80, states=0, activations=20))
+    assert "8 bits" not in only(no_states, SMALL).action
 
 
 # -- the decision ------------------------------------------------------------------------------------------------------

@@ -57,7 +57,6 @@ def test_a_machine_alone_has_a_verdict() -> None:
 def test_markdown() -> None:
     slow = step(
         without_autocast(10**8, Place("net.py", 3)),
-        notes=("channels_last: out of memory",),
         variants=(*step().variants, timed("fused=True", 0.09), Variant("channels_last", (), "out of memory")),
     )
     text = DoctorReport(machine(notes=("bf16 products failed",), tf32=True), slow).to_markdown()

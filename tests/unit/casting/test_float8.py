@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
 from support.fp8 import RECIPES, emulated, needs_torchao, sqnr_db
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -106,12 +105,6 @@ def test_no_rows_at_all(converted: nn.Sequential) -> None:
     assert torch.equal(step(converted, batch(0)), step(net(), batch(0)))
 
 
-def test_another_device_has_no_autocast(converted: nn.Sequential) -> None:
-    layer = converted[0].to("meta")
-    with torch.autocast("cpu", torch.bfloat16):
-        assert layer(torch.ones(2, 64, device="meta")).dtype == torch.float32
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_so(bad: float, converted: nn.Sequential) -> None:
     x = batch()
@@ -205,39 +198,3 @@ def test_layers_are_in_fp8_inside_alone(stage: Stage) -> None:
             assert has() == [False, False, True, False, False]
         assert has() == [False, False, True, False, False]
     assert not any(has())
-
-
-def test_a_bias_or_none_the_result_can_be_edited(stage: Stage) -> None:
-    module = nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(inplace=True), nn.Linear(32, 32, bias=False))
-    with linears_in_fp8(module, {"0", "2"}, emulated(), "cpu", stage):
-        step(module, torch.randn(4, 3, 32))
-        step(torch.compile(module, fullgraph=True, backend="aot_eager"), torch.randn(4, 3, 32))
-
-
-def test_rows_may_be_anywhere(converted: nn.Sequential) -> None:
-    x = batch().view(4, 6, 64)
-    output = step(converted, x.transpose(0, 1))
-    straight = step(converted, x.transpose(0, 1).contiguous())
-    assert torch.equal(output, straight)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layer(x)
-
-
-def test_blocks_that_are_alike_are_compiled_once(stage: Stage) -> None:
-    """`torch.compile` gives up at the ninth compilation of one piece of code."""
-    module = nn.Sequential(*(Block() for _ in range(10)))
-    counter = torch._dynamo.testing.CompileCounter()
-    for block in module:
-        block.compile(backend=counter)
-    layers = linears_in_fp8(module, {f"{i}.layer" for i in range(10)}, emulated(), "cpu", stage)
-    with layers, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        for block in module:  # one after the other: torch itself warns of the `.grad` of what comes from another
-            block(torch.randn(4, 32))
-    assert counter.frame_count == 1

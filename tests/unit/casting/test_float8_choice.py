@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from support.fp8 import emulated, float8, needs_torchao
@@ -13,7 +11,6 @@ from torchmetrics import Metric
 from lightning_amp.casting._float8 import (
     choose_fp8_layers,
     fp8_summary,
-    linear_layers,
     nothing_qualifies,
 )
 
@@ -81,12 +78,6 @@ def test_each_layer_has_its_reason() -> None:
     }
 
 
-def test_names_are_those_before_compilation() -> None:
-    module = nn.Sequential(nn.Linear(32, 32), torch.compile(nn.Linear(32, 32), backend="eager"), nn.Linear(32, 32))
-    assert list(choose_fp8_layers(module, set(), "rowwise", CPU)) == ["0", "1", "2"]
-    assert choose_fp8_layers(module, set(), "rowwise", CPU)["1"] is None
-
-
 @pytest.mark.parametrize(
     ("recipe", "inputs", "outputs", "chosen"),
     [
@@ -152,24 +143,3 @@ def test_nothing_qualifies_says_why_and_what_else_there_is() -> None:
         "  - the last linear layer: `7`",
         "  - 4 layers with a weight matrix, but no `nn.Linear`: `Conv1D` (3), `LSTM` (1)",
     ]
-
-
-def test_transformer_engine_is_known_by_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Linear(nn.Module):
-        weight = torch.ones(1)
-
-    monkeypatch.setattr(Linear, "__module__", "transformer_engine.pytorch.module.linear")
-    assert "to 1 that you converted" in fp8_summary(nn.Sequential(Linear()), {}, "rowwise")
-    assert linear_layers(nn.Sequential(Linear())) == {}
-
-
-def test_the_order_is_that_of_registration() -> None:
-    class Backwards(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.out, self.mid, self.inner = (nn.Linear(16, 16) for _ in range(3))
-
-        def forward(self, x: Any) -> Any:
-            return self.out(self.mid(self.inner(x)))
-
-    assert [w is None for w in choose_fp8_layers(Backwards(), set(), emulated(), CPU).values()] == [False, True, False]

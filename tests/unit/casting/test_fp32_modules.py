@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
 from support import assert_same
 from torch import Tensor, nn
 from torch._functorch import config
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanSquaredError, MetricCollection
 
 from lightning_amp._compat._modules import compiled_backward_without_autocast
-from lightning_amp.casting._fp32_modules import Fp32Modules, checked_module_rules, modules_matching
+from lightning_amp.casting import Fp32Modules, checked_module_rules, modules_matching
 
 autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 
@@ -109,15 +108,6 @@ def test_inputs_are_upcast_wherever_they_are(x: Tensor) -> None:
     assert inside is False
 
 
-def test_gradients_are_fp32_inside(x: Tensor) -> None:
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    computing_in_fp32(net, "1")
-    seen: list[torch.dtype] = []
-    net[1].register_full_backward_hook(lambda _m, _i, grads: seen.append(grads[0].dtype))
-    run(net, x)
-    assert seen == [torch.float32]
-
-
 def test_exception_leaves_autocast_as_it_was(x: Tensor) -> None:
     net = nn.Sequential(nn.Linear(8, 8))
     computing_in_fp32(net, "0")
@@ -147,25 +137,6 @@ def test_nested_and_shared_modules(x: Tensor) -> None:
         assert net.b[1](x).dtype == torch.bfloat16  # not a match itself, and not called inside of one
     ours.remove()
     assert all("forward" not in vars(m) for m in net.modules())
-
-
-def test_modules_called_by_hooks(x: Tensor) -> None:
-    net = nn.ModuleDict({"main": nn.Linear(8, 8), "probe": Recorder()})
-    net["main"].register_forward_hook(lambda _m, _i, out: net["probe"](out))
-    computing_in_fp32(net, "probe")
-    with autocast():
-        assert net["main"](x).dtype == torch.float32
-        assert net["probe"].seen[0][0][0].dtype == torch.float32
-
-
-def test_user_hooks_on_an_fp32_module_still_run(x: Tensor) -> None:
-    net, seen = nn.Sequential(nn.Linear(8, 8)), []
-    net[0].register_forward_pre_hook(lambda _m, args: (args[0].bfloat16(),))
-    net[0].register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
-    computing_in_fp32(net, "0")
-    with autocast():
-        net(x)
-    assert seen == [torch.float32]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -329,20 +300,6 @@ class TestRules:
             Fp32Modules(net, ["nothing"], "cpu", active=False)
 
 
-def test_blocks_that_are_alike_are_compiled_once() -> None:
-    """`torch.compile` gives up at the ninth compilation of one piece of code."""
-    module = nn.Sequential(*(Block() for _ in range(10)))
-    counter = torch._dynamo.testing.CompileCounter()
-    for block in module:
-        block.compile(backend=counter)
-    modules = Fp32Modules(module, ["*.norm"], "cpu", active=True)
-    with autocast():
-        for block in module:  # one after the other: torch itself warns of the `.grad` of what comes from another
-            block(torch.randn(4, 8))
-    assert counter.frame_count == 1
-    modules.remove()
-
-
 def test_idle_modules() -> None:
     module = nn.ModuleDict({"ran": Block(), "never": Block(), "weight only": nn.Linear(8, 8)})
     modules = Fp32Modules(module, ["*", "never"], "cpu", active=True)
@@ -352,17 +309,4 @@ def test_idle_modules() -> None:
     names, is_whole_rule = modules.idle()
     assert set(names) == {"ran.layer", "never", "never.norm", "never.layer", "weight only"}
     assert is_whole_rule
-    modules.remove()
-
-
-def test_compiled_modules_are_not_called_idle() -> None:
-    """Blocks that are alike share a graph, which is traced for the first of them alone."""
-    module = nn.Sequential(*(Block() for _ in range(3)))
-    for block in module:
-        block.compile(backend="eager")
-    modules = Fp32Modules(module, ["0.norm", "1.norm"], "cpu", active=True)
-    with autocast():
-        for block in list(module)[:2]:
-            block(torch.randn(4, 8))
-    assert modules.idle() == ([], False)
     modules.remove()

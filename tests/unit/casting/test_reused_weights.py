@@ -211,138 +211,6 @@ def test_one_copy_per_step(kind: str) -> None:
     assert min(casts.shapes.count(shape) // weights.count(shape) for shape in weights) > 2  # so that the test can fail
 
 
-@shared
-def test_one_copy_is_held_for_the_backward() -> None:
-    root, x, sharing = linear()
-
-    def held(context: Any) -> int:
-        addresses: set[int] = set()
-
-        def pack(tensor: Tensor) -> Tensor:
-            if tensor.shape[-2:] == (WIDTH, WIDTH):
-                addresses.add(tensor.untyped_storage().data_ptr())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), context:
-            out = again(root.net, x, 20)
-            del out
-            return len(addresses)
-
-    held(sharing())
-    assert held(sharing()) == 1
-    assert held(cast_per_use()) == 19  # the first input needs no gradient
-
-
-# -- never stale -------------------------------------------------------------------------------------------------------
-
-
-OTHER = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
-EDITS: dict[str, Callable[[nn.Linear], Any]] = {
-    "in place": lambda net: torch.no_grad()(net.weight.mul_)(2),
-    "one element": lambda net: net.weight.data[0].__setitem__(1, 3.0),
-    "one row": lambda net: net.weight.data[5].mul_(2),
-    "all columns but one": lambda net: net.weight.data[:, 1:].zero_(),
-    "copy_ of an average": lambda net: net.weight.data.copy_(OTHER),
-    "foreach": lambda net: torch._foreach_lerp_([net.weight.data], [OTHER.to(DEVICE)], 0.5),
-    "out=": lambda net: torch.mul(OTHER.to(DEVICE), 2, out=net.weight.data),
-    "detached": lambda net: net.weight.detach().clamp_(-0.01, 0.01),
-    "other .data": lambda net: setattr(net.weight, "data", net.weight.data * 2),
-    ".data of another layout": lambda net: setattr(net.weight, "data", net.weight.data.t()),
-    "replaced": lambda net: setattr(net, "weight", nn.Parameter(net.weight.detach() + 1)),
-    "loaded": lambda net: net.load_state_dict({"weight": OTHER, "bias": OTHER[0]}),
-    "initialized": lambda net: net.reset_parameters(),
-    "its memory": lambda net: net.weight.untyped_storage().fill_(1),
-}
-
-
-def after_edit(edit: Callable[[nn.Linear], Any], root: Root) -> None:
-    x = torch.randn(3, 64, device=DEVICE)
-    sharing = Sharing(root)
-    for _ in range(3):
-        root.net.reset_parameters()
-        with sharing():
-            before = [root.net(x) for _ in range(3)]
-            edit(root.net)
-            after = [root.net(x) for _ in range(3)]
-        with cast_per_use():
-            expected = root.net(x)
-        assert_same(after, [expected] * 3)
-        assert not torch.equal(before[0], expected)
-        sum((out.float().sum() for out in (*before, *after)), torch.zeros(())).backward()  # old copies are still right
-
-
-@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
-@pytest.mark.parametrize("how", EDITS)
-def test_an_edit_between_two_forwards_is_seen(how: str) -> None:
-    after_edit(EDITS[how], Root(net=nn.Linear(64, 64)).to(DEVICE))
-
-
-@shared
-@pytest.mark.parametrize("trained", [True, False])
-def test_an_edit_through_numpy_is_seen(trained: bool) -> None:
-    root, x, sharing = linear()
-    root.requires_grad_(trained)
-    made_before = root.net.weight.detach().numpy()
-    for _ in range(2):
-        for view in (made_before, root.net.weight.detach().numpy()):
-            with sharing():
-                before = [root.net(x) for _ in range(3)]
-                view[3] *= 2
-                after = root.net(x)
-            with cast_per_use():
-                assert_same(after, root.net(x))
-            assert not torch.equal(after, before[-1])
-
-
-def test_weights_that_share_memory_are_seen() -> None:
-    """A flat buffer, as fused optimizers keep one, and an alias from before the step."""
-    flat = torch.randn(2, 64 * 64, device=DEVICE)
-    root = Root(net=nn.Linear(64, 64)).to(DEVICE)
-
-    def edit(net: nn.Linear) -> None:
-        net.weight.data = flat[0].view(64, 64)
-        flat.mul_(1.5)
-
-    after_edit(edit, root)
-    alias = root.net.weight.data
-    after_edit(lambda net: alias.add_(1), root)
-
-
-@shared
-def test_an_edit_in_one_step_does_not_end_sharing() -> None:
-    root, x, sharing = linear()
-    casts = Casts()
-    for _ in range(3):
-        casts.shapes.clear()
-        with sharing(), casts:
-            again(root.net, x)
-            root.net.weight.data.mul_(0.5)
-            again(root.net, x)
-    assert casts.shapes.count((WIDTH, WIDTH)) == 2
-
-
-@shared
-def test_the_memory_of_a_weight_is_as_it_was_after_the_step() -> None:
-    root, x, sharing = linear()
-    address = root.net.weight.data_ptr()
-    for _ in range(3):
-        with sharing():
-            again(root.net, x)
-            assert torch._C._is_cow_tensor(root.net.weight)
-        assert not torch._C._is_cow_tensor(root.net.weight)
-    assert root.net.weight.data_ptr() == address
-
-
-def test_an_expanded_weight_is_left_alone() -> None:
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    root.net.weight = nn.Parameter(torch.ones(1, WIDTH, device=DEVICE).expand(WIDTH, WIDTH), requires_grad=False)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    with cast_per_use():
-        expected = again(root.net, x)
-    with Sharing(root)():
-        assert_same(again(root.net, x), expected)
-
-
 # -- grad modes --------------------------------------------------------------------------------------------------------
 
 
@@ -396,19 +264,6 @@ def test_double_backward() -> None:
         assert_same(penalty(root, sharing()), penalty(other, cast_per_use()))
 
 
-def test_two_backwards_through_one_copy() -> None:
-    root, x, sharing = linear()
-    for _ in range(3):
-        root.zero_grad()
-        with sharing():
-            a, b = (root.net(x).float().sum() for _ in range(2))
-        a.backward()
-        b.backward()
-    with cast_per_use():
-        expected = torch.autograd.grad(2 * root.net(x).float().sum(), root.net.weight)
-    assert_same(root.net.weight.grad, expected[0])
-
-
 def selective(policy: CheckpointPolicy) -> dict[str, Any]:
     contexts = functools.partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: policy)
     return {"use_reentrant": False, "context_fn": contexts}
@@ -442,18 +297,6 @@ def test_activation_checkpointing(options: dict[str, Any]) -> None:
     for _ in range(3):
         ours = run(root, sharing(), contextlib.nullcontext())
         assert_same(ours, run(other, cast_per_use(), contextlib.nullcontext()))
-
-
-@shared
-def test_a_checkpointed_module_that_is_called_once_is_not_taken_for_reused() -> None:
-    """In manual optimization the backward, which calls it again, is inside of the training step."""
-    root, x, sharing = linear()
-    x.requires_grad_()
-    for step in range(4):
-        with sharing():
-            assert ("forward" in vars(root.net)) == (step < 2)
-            out: Any = checkpoint(root.net, x, use_reentrant=False)
-            out.float().sum().backward()
 
 
 # -- left alone --------------------------------------------------------------------------------------------------------
@@ -512,36 +355,6 @@ def test_compiled_modules_are_left_alone(regional: bool) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("calls", [1, 2])
-def test_modules_in_a_compiled_function_are_left_alone(calls: int) -> None:
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    root = Root(net=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))).to(DEVICE)
-    function = torch.compile(lambda x: again(root.net, x, calls), backend=counter, fullgraph=True)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    for _ in range(2):  # fits
-        sharing = Sharing(root)
-        for _ in range(12):
-            with sharing():
-                function(x)
-            with sharing(), torch.no_grad():
-                root.net(x)
-    assert counter.frame_count <= 2
-
-
-def test_modules_that_are_also_known_by_their_compiled_wrapper_are_left_alone() -> None:
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    root = Root(net=Layer()).to(DEVICE)
-    root.wrapper = torch.compile(root.net, backend=counter, fullgraph=True)
-    sharing = Sharing(root)
-    for _ in range(4):
-        with sharing():
-            root.wrapper(torch.randn(3, WIDTH, device=DEVICE))
-    assert counter.frame_count == 1
-
-
 def test_torch_func() -> None:
     root, x, sharing = linear()
 
@@ -561,18 +374,6 @@ def test_torch_func() -> None:
             ours = gradients()
         with cast_per_use():
             assert_same(ours, gradients())
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_tracing_and_scripts() -> None:
-    root = Root(net=nn.Linear(WIDTH, WIDTH), script=torch.jit.script(nn.Linear(WIDTH, WIDTH))).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
-    for _ in range(3):
-        with sharing():
-            again(root.script, again(root.net, x)).float().sum().backward()
-            traced = torch.jit.trace(root.net, x, check_trace=False)
-            assert_same(traced(x), root.net(x))
 
 
 def test_outside_of_autocast_nothing_is_cast() -> None:
@@ -620,29 +421,3 @@ def test_after_an_exception_the_module_is_as_it_was() -> None:
         assert {name: id(value) for name, value in vars(root.net).items()} == before
         assert type(root.net.weight) is nn.Parameter
         assert root.net.weight.dtype == torch.float32
-
-
-@shared
-def test_a_module_that_is_called_once_is_not_touched() -> None:
-    root = Root(once=nn.Linear(WIDTH, WIDTH), often=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
-    seen: list[tuple[bool, bool]] = []
-    for _ in range(4):
-        with sharing():
-            seen.append(("forward" in vars(root.once), "forward" in vars(root.often)))
-            again(root.often, root.once(x))
-    assert seen == [(True, True), (True, True), (False, True), (False, True)]
-
-
-@shared
-def test_a_loop_in_validation_before_the_first_step_is_seen_too() -> None:
-    root, x, sharing = linear()
-    with sharing(), torch.inference_mode():
-        again(root.net, x)
-    for _ in range(3):
-        with sharing():
-            root.net(x)
-    with sharing(), torch.inference_mode(), Casts() as casts:
-        again(root.net, x)
-    assert casts.shapes.count((WIDTH, WIDTH)) == 1

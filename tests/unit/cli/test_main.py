@@ -10,7 +10,7 @@ import pytest
 
 import lightning_amp
 from lightning_amp.cli import _saved_scales, main
-from lightning_amp.cli._errors import Interrupted, UsageError
+from lightning_amp.cli._errors import UsageError
 from lightning_amp.cli._main import COMMANDS
 from lightning_amp.cli._output import Outcome
 
@@ -37,7 +37,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
         (1, 1, ""),
         (UsageError("`x` must be\n  less\n"), 2, "lightning-amp scale: `x` must be less\n"),
         (KeyboardInterrupt(), 130, "lightning-amp scale: interrupted\n"),
-        (Interrupted("interrupted; go on"), 130, "lightning-amp scale: interrupted; go on\n"),
+        (KeyboardInterrupt("interrupted; go on"), 130, "lightning-amp scale: interrupted; go on\n"),
     ],
 )
 def test_statuses(

@@ -8,11 +8,12 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import matplotlib as mpl
 import pytest
 from support.reports import HOSTILE, REPORTS, SCRIPT, make_report
 from typing_extensions import override
 
-from lightning_amp.compare import PrecisionReport
+from lightning_amp.compare import PrecisionReport, _html
 from lightning_amp.compare._html import page
 
 VOID = {"meta", "input", "br"}
@@ -137,3 +138,11 @@ def test_without_a_library_it_says_what_to_do(library: str, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ModuleNotFoundError, match="pip install matplotlib jinja2"):
         make_report(2, 1).to_html(tmp_path / "report.html")
+
+
+def test_labels_of_an_axis_keep_their_digits() -> None:
+    """The fault: coordinates are cut to hundredths of a pixel, and labels such as 0.0025 were cut to 0.00 as well."""
+    with mpl.rc_context(_html._STYLE):
+        svg = _html._svg(lambda axes: axes.set_xticks([0.0025, 0.005]), "differences")
+    assert ">0.0025<" in svg
+    assert not re.search(r'[ "]\d+\.\d{3}', svg)

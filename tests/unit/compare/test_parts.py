@@ -27,7 +27,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def comparison(folder: Path | None, **kwargs: Any) -> Comparison:
-    usual: dict[str, Any] = {"num_seeds": 4, "margins": {"val_loss": 0.1}, "trainer_kwargs": TRAINER}
+    usual: dict[str, Any] = {
+        "seed": 0,
+        "num_seeds": 4,
+        "control": None,
+        "margins": {"val_loss": 0.1},
+        "trainer_kwargs": TRAINER,
+    }
     return Comparison(Waves, Sea, ("fp32", "bf16"), dirpath=folder, **(usual | kwargs))
 
 

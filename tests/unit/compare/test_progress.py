@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 
 import pytest
 
-from lightning_amp.compare._progress import progress
+from lightning_amp.compare._progress import Progress
 
 
 def test_a_line_for_each_run_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress(3) as shown:
-        shown.start("fp32, seed 0")
-        shown.move(0.5, "epoch 1/2")
+    with Progress(3) as shown:
+        shown.begin("fp32, seed 0")
+        shown.tick()
         shown.finish("fp32, seed 0: 12 s")
         shown.finish("bf16, seed 0: kept from before")
     captured = capsys.readouterr()
@@ -24,17 +25,13 @@ def test_a_line_for_each_run_where_there_is_no_terminal(capsys: pytest.CaptureFi
     ]
 
 
-def test_a_number_of_runs_that_changes(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress(3) as shown:
-        shown.start("fp32, batch size 8")
-        shown.finish("fp32, batch size 8: 3 GiB")
-        shown.expect(2)
-        shown.finish("fp32, batch size 16: 5 GiB")
-        shown.finish("one that nobody expected")
-    assert capsys.readouterr().err.splitlines() == [
-        "[1/3] fp32, batch size 8: 3 GiB", "[2/2] fp32, batch size 16: 5 GiB",
-        "[3/3] one that nobody expected",
-    ]  # fmt: skip
+def test_more_runs_than_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(1) as shown:
+        for size in (8, 16):
+            shown.begin(f"fp32, batch size {size}")
+            shown.finish(f"fp32, batch size {size}: 3 GiB")
+    lines = ["[1/1] fp32, batch size 8: 3 GiB", "[2/2] fp32, batch size 16: 3 GiB"]
+    assert capsys.readouterr().err.splitlines() == lines
 
 
 class Terminal(io.StringIO):
@@ -42,26 +39,16 @@ class Terminal(io.StringIO):
         return True
 
 
-def on_terminal(monkeypatch: pytest.MonkeyPatch) -> str:
+def test_a_bar_with_the_arm_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys, "stderr", terminal)
-    with progress(2) as shown:
-        shown.start("fp32 [bold], seed 0")
+    with Progress(2) as shown:
+        shown.begin("fp32 [bold], seed 0")
         shown.finish("fp32 [bold], seed 0: 12 s")
-        shown.start("bf16, seed 0")
-        shown.move(0.5, "epoch 1/2")
-    return terminal.getvalue()
-
-
-def test_a_bar_with_the_arm_its_epoch_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = on_terminal(monkeypatch)
-    assert "fp32 [bold], seed 0: 12 s" in text
-    assert "bf16, seed 0: epoch 1/2" in text
-    assert "-:--:--" in text or "0:00:0" in text
-
-
-def test_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert on_terminal(monkeypatch) == "[1/2] fp32 [bold], seed 0: 12 s\n"
+        shown.begin("bf16, seed 0")
+        time.sleep(0.2)
+        shown.tick()
+    text = terminal.getvalue()
+    assert "[1/2] fp32 [bold], seed 0: 12 s\n" in text
+    assert "bf16, seed 0:  50%" in text
+    assert "1/2 [00:0" in text

@@ -88,6 +88,18 @@ def test_a_coarse_metric_with_equal_values_is_undecided() -> None:
 # -- runs that failed or are missing -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("loss", "claim"), [(1.0, "not worse"), (1.5, "undecided")])
+def test_equal_values_prove_something_only_if_whole_runs_are_equal(loss: float, claim: str) -> None:
+    """Here a coarse metric has equal values in both arms, whose training losses are equal to the bit or are not."""
+    runs = [
+        make_run(arm, seed, curves={"val_acc": curve(0.5, 0.9)}, loss=curve(seed + (loss if arm == "bf16" else 1.0)))
+        for arm in ("fp32", "bf16")
+        for seed in range(3)
+    ]
+    report = PrecisionReport(make_plan(["fp32", "bf16"], 3, {"val_acc": 0.001}), runs)
+    assert report.verdict("bf16", "val_acc").claim == claim
+
+
 @pytest.mark.parametrize("how", ["failed", "missing", "failed after a validation", "did not log it"])
 @pytest.mark.parametrize("label", ["fp32", "bf16"])
 def test_a_run_without_a_value_counts_against_every_claim(how: str, label: str, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ TABLE = [
     ({"fp32": SAME, "bf16": UNCLEAR}, {"margin": 0.0},
      "Stay with `fp32` for now: `bf16` is undecided in `val_loss`: allow more."),
     ({"fp32": [*SAME, 1.0], "bf16": [None, 1.1, None, 1.0]}, {},
-     "Stay with `fp32` for now: `bf16` failed with seeds 0 and 2, which have to run again."),
+     "Stay with `fp32` for now: `bf16` failed with seeds 0, 2, which have to run again."),
     ({"fp32": [*SAME, None], "bf16": [*SAME, 1.0]}, {},
      "Stay with `fp32` for now: `bf16` is undecided in `val_loss`: failed runs of the reference have to run again."),
     ({"fp32": SAME, "bf16": [1.0, math.nan, 1.2]}, {},

@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from support import Poison, Toy, batches, fit, scaled_fp32
-from support.promises import OPTIMIZERS, fused_adamw
+from support.promises import OPTIMIZERS, PLAIN_AND_FUSED, fused_adamw
 from torch import Tensor
 
 from lightning_amp import AmpPrecision
@@ -36,7 +36,7 @@ class Asks(Toy):
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("bad", [{0, 2}, {1, 2}])
 def test_a_step_is_known_as_soon_as_it_returned(bad: set[int], optimizer: str) -> None:
     """The scale moves at the end of the batch; until then `next_scale` is the scale in force."""
@@ -101,14 +101,3 @@ def test_a_subclass_is_called_by_its_name() -> None:
 
     assert repr(Mine(torch.bfloat16)) == "Mine('bf16')"
     assert (Mine("16").precision, Mine("16").dtype) == ("16-mixed", torch.float16)
-
-
-@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda layers: pickle.loads(pickle.dumps(layers))])
-def test_what_fp8_layers_gives_can_be_copied(how: Any) -> None:
-    plugin = AmpPrecision("fp8")
-    assert how(plugin.fp8_layers) == {}
-    assert how(vars(plugin)["_fp8_layers"]) is not plugin.fp8_layers
-
-
-def test_until_the_strategy_says_the_device_is_the_accelerator(device: torch.device) -> None:
-    assert device.type == "cpu" or AmpPrecision("bf16").device == device.type

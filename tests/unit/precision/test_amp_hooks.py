@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, Toy, assert_same, batches, fit, quiet_trainer, scaled_fp32
+from support import DEVICE, Toy, assert_same, batches, quiet_trainer, scaled_fp32
 from torch import Tensor
 
 from lightning_amp import AmpPrecision
@@ -76,47 +76,3 @@ def test_a_backward_in_an_evaluation_is_not_scaled(run: str) -> None:
         mixed := Differentiates(), batches(2), verbose=False
     )
     assert mixed.autocast == [False, False]  # the step is under autocast, its backward is not
-
-
-class Unscales(Toy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.factors: list[list[float]] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer, plugin = self.optimizers(), self.trainer.precision_plugin
-        optimizer.zero_grad()
-        self.manual_backward(self.net[2].bias.sum())
-        wrapped_and_raw = (optimizer, optimizer.optimizer, optimizer)
-        self.factors.append([float(self.net[2].bias.grad)])
-        for one in wrapped_and_raw:
-            plugin.unscale_(one)
-            self.factors[-1].append(float(self.net[2].bias.grad))
-        optimizer.step()
-
-
-def test_unscale_takes_lightnings_optimizer_and_the_users_own_once() -> None:
-    module = fit(Unscales, scaled_fp32(init_scale=64.0), batches(2)).lightning_module
-    assert module.factors == [[64.0, 1.0, 1.0, 1.0]] * 2
-
-
-@pytest.mark.parametrize("by", ["norm", "value"])
-def test_clipping_by_hand_meets_true_gradients(by: str) -> None:
-    class Clips(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.clipped: list[float] = []
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            for limit in (2.0, 0.0, 0.25):  # more than there is; none; less
-                optimizer.zero_grad()
-                self.manual_backward(self.net[2].bias.sum())
-                self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=by)
-                self.clipped.append(float(self.net[2].bias.grad))
-            optimizer.step()
-
-    module = fit(Clips, scaled_fp32(init_scale=64.0), batches(1)).lightning_module
-    assert module.clipped == pytest.approx([1.0, 1.0, 0.25], rel=1e-5)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import Toy, WithoutAutocast, assert_same, fit, scaled_fp32, stock, weights
-from support.promises import OPTIMIZERS, plain_sgd
+from support.promises import OPTIMIZERS, PLAIN_AND_FUSED, plain_sgd
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision
@@ -94,7 +94,7 @@ class LooksByHand(Toy):
         optimizer.step()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("plugin", ["none", "ours", "ours bf16"])
 def test_unscale(plugin: str, optimizer: str) -> None:
     plugins: dict[str, Any] = {

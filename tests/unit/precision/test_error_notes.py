@@ -181,20 +181,6 @@ def test_what_it_says_works(fault: Any, precision: str) -> None:
     fit(lambda: module(fault(False)), AmpPrecision("fp32"), batches(2))  # in which it was no fault
 
 
-@pytest.mark.parametrize("fault", [Constant, Products])
-def test_in_validation(fault: Any) -> None:
-    class Validates(Toy):
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.loss(batch)
-
-    ill = Validates(net=nn.Sequential(nn.Linear(8, 8), fault(False), nn.Linear(8, 1)))
-    trainer = quiet_trainer(plugins=[AmpPrecision("fp16")])
-    with pytest.raises(RuntimeError) as caught:
-        trainer.validate(ill, batches(1), verbose=False)
-    (note,) = caught.value.__notes__
-    assert f"in `net.1` ({fault.__name__}), test_error_notes.py" in note
-
-
 def test_in_manual_optimization_and_in_the_step_itself_it_is_said_once() -> None:
     class Manual(Toy):
         def __init__(self) -> None:
@@ -268,23 +254,6 @@ def test_float64_entries_stay_as_they_are(precision: str) -> None:
 
     fit(Looks, AmpPrecision(precision), rows(torch.float32))
     assert torch.equal(torch.cat(times).diff(), torch.ones(3, dtype=torch.float64))
-
-
-class Shapes(Layer):
-    def faulty(self, x: Tensor) -> Tensor:
-        return x @ x.new_ones(3, 3)
-
-
-class Double(Layer):
-    def faulty(self, x: Tensor) -> Tensor:
-        with OFF:
-            return x.float() @ self.weight.double()
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("layer", [lambda: Shapes(False), lambda: Double(False)])
-def test_other_errors_have_no_note(layer: Any, precision: str) -> None:
-    assert not hasattr(failed(layer(), precision), "__notes__")
 
 
 def test_in_fp32_there_is_no_note() -> None:

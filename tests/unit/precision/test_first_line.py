@@ -12,7 +12,7 @@ import torch
 from support import DEVICE, Toy, assert_same, batches, fit, quiet_trainer, stock
 from torch import Tensor, nn
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, FabricAmpPrecision, ScaleMonitor
+from lightning_amp import AmpPrecision, DynamicLossScaler, FabricAmpPrecision
 from lightning_amp.casting import Choice
 
 
@@ -178,10 +178,3 @@ def test_auto_says_so_in_evaluation_too(monkeypatch: pytest.MonkeyPatch, caplog:
     assert said(caplog) == [
         f"lightning_amp: precision 'auto' is 'bf16' here (the machine likes bf16): bf16 autocast on {DEVICE}."
     ]
-
-
-def test_the_monitor_reads_a_run_whose_scaler_is_unused(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, "bf16")
-    monitor = ScaleMonitor()
-    fit(Toy, AmpPrecision("auto", scaler=64.0), callbacks=[monitor])
-    assert monitor.history.summary() == "0 of 8 steps skipped; scale 1 -> 1"

@@ -10,8 +10,6 @@ from support import Toy, batches, fit
 from torch import Tensor
 
 from lightning_amp import AmpPrecision
-from lightning_amp.casting import Choice
-from lightning_amp.precision._forward import ForwardContexts, autocast
 
 
 class TrainsInValidation(Toy):
@@ -40,31 +38,6 @@ def test_a_training_step_in_validation_leaves_training_as_it_is() -> None:
 # -- the contexts alone ------------------------------------------------------------------------------------------------
 
 
-def contexts(
-    training: str = "fp16", evaluation: str = "bf16", *, autocast_stays: bool = True
-) -> tuple[ForwardContexts, list[Any]]:
-    """Return the contexts of a module, and a list that grows with each new autocast."""
-    module, made = Toy(), list[Any]()
-
-    def make() -> torch.autocast:
-        made.append(autocast(it.choice, "cpu"))
-        return made[-1]
-
-    choices = Choice.of(training), Choice.of(evaluation)
-    it = ForwardContexts(module, "cpu", *choices, [], make, autocast_stays=autocast_stays)
-    return it, made
-
-
-def test_training_uses_its_autocast_again() -> None:
-    for stays, number in ((True, 1), (False, 3)):  # unless a subclass of the plugin makes it, perhaps another each time
-        it, made = contexts(autocast_stays=stays)
-        for _ in range(3):
-            with it.training_step(None):
-                assert torch.get_autocast_dtype("cpu") == torch.float16
-                assert torch.is_autocast_enabled("cpu")
-        assert len(made) == number
-
-
 @pytest.mark.parametrize("name", ["autocast_context_manager", "forward_context"])
 def test_a_plugin_with_an_autocast_of_its_own_makes_it_for_each_step(name: str) -> None:
     made: list[str] = []
@@ -75,26 +48,3 @@ def test_a_plugin_with_an_autocast_of_its_own_makes_it_for_each_step(name: str) 
 
     fit(Toy, type("Own", (AmpPrecision,), {name: make})("bf16"), batches(5))
     assert len(made) == 5
-
-
-def test_a_training_step_inside_of_another_has_contexts_of_its_own() -> None:
-    it, made = contexts()
-    with it.training_step(None), it.training_step(None):
-        assert torch.is_autocast_enabled("cpu")
-    assert not torch.is_autocast_enabled("cpu")
-    assert len(made) == 2
-
-
-def test_evaluation_has_its_precision_and_training_its_own_afterwards() -> None:
-    it, _ = contexts("fp16", "fp32")
-    assert it.choice.name == "fp16"
-    with it.evaluation_step(it.module):
-        assert it.choice.name == "fp32"
-        assert not torch.is_autocast_enabled("cpu")
-        with it.evaluation_step(it.module):  # a validation that asks for another
-            assert it.choice.name == "fp32"
-        assert it.choice.name == "fp32"
-    assert it.choice.name == "fp16"
-    with pytest.raises(KeyError, match="fails"), it.evaluation_step(it.module):
-        raise KeyError("fails")
-    assert it.choice.name == "fp16"

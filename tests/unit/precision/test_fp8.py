@@ -13,12 +13,10 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from support import DEVICE, Toy, attributes, batches, fit, quiet_trainer
 from support.fp8 import Deep, emulated, float8, needs_torchao
-from torch import nn
 
 from lightning_amp import AmpPrecision, GradientMonitor
 from lightning_amp._compat import _torchao
 from lightning_amp.casting import _precision_choice
-from lightning_amp.precision import _fp8
 
 pytestmark = needs_torchao
 EMULATED = "ignore:lightning_amp. fp8 is emulated"
@@ -143,16 +141,6 @@ def test_names_take_a_batch_of_any_size(caplog: pytest.LogCaptureFixture) -> Non
         trainer = fit(net(), AmpPrecision("fp8", fp8_recipe="tensorwise"), batches(3, size=7))
     assert "recipe 'tensorwise'" in caplog.text
     assert trainer.global_step == 3
-
-
-def test_cuda_without_a_compiler_is_warned_about() -> None:
-    module, cuda = nn.Sequential(nn.Linear(8, 8)), torch.device("cuda", 0)
-    with pytest.warns(UserWarning, match=r"without `torch.compile` is slower than bf16.*block.compile\(\)"):
-        _fp8._warn_without_compiler(module, "rowwise", cuda)
-    module[0].compile(backend="eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _fp8._warn_without_compiler(module, "rowwise", cuda)
 
 
 @pytest.mark.filterwarnings(EMULATED, "ignore:The model layers do not require gradients", "ignore:.*in eval mode")

@@ -5,19 +5,13 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import lightning as L
 import pytest
-import torch
 import torch.optim.optimizer as torch_optimizers
-from lightning.pytorch.trainer.states import TrainerFn
 from support import Toy, attributes, batches, quiet_trainer
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_amp import AmpPrecision, DynamicLossScaler
-from lightning_amp.casting import Choice
-from lightning_amp.precision._run import Run
-from lightning_amp.scaling import RecordLog
+from lightning_amp import AmpPrecision
 
 RUNS = ["fit", "validate", "test", "predict"]
 
@@ -63,50 +57,3 @@ def test_nothing_is_left_on_the_module(name: str, crashes: bool) -> None:
     assert hooks_of_torch() == hooks
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
     assert module.during[-1] != before  # while it ran there was something
-
-
-def run(function: TrainerFn | None, module: L.LightningModule | None = None) -> Run:
-    module = Toy() if module is None else module
-    module.trainer = quiet_trainer()
-    module.trainer.state.fn = function
-    return Run(AmpPrecision("fp16"), module, Choice.of("fp16"), Choice.of("fp32"), ["net.2"])
-
-
-def connect(run: Run) -> None:
-    optimizer = torch.optim.SGD(run.module.parameters(), lr=0.1)
-    scaler = DynamicLossScaler()
-    run.connect([optimizer], scaler, True, RecordLog())
-
-
-@pytest.mark.parametrize("function", TrainerFn)
-def test_only_a_fit_has_backwards_and_steps(function: TrainerFn) -> None:
-    hooks = hooks_of_torch()
-    it = run(function)
-    assert it.steps is None  # there are no optimizers yet
-    connect(it)
-    assert it.fitting == (it.steps is not None) == (function == "fit")
-    it.detach()
-    assert hooks_of_torch() == hooks
-
-
-def test_a_second_connect_replaces_the_fit() -> None:
-    """Optimizers may be made anew during a fit."""
-    hooks = hooks_of_torch()
-    it = run(TrainerFn.FITTING)
-    connect(it)
-    first, watched = it.steps, len(hooks_of_torch()[0])
-    connect(it)
-    assert it.steps is not first
-    assert len(hooks_of_torch()[0]) == watched == len(hooks[0]) + 1
-    it.detach()
-    assert hooks_of_torch() == hooks
-
-
-def test_what_cannot_be_trained_may_be_evaluated() -> None:
-    module = Toy()
-    module.net[0].half()
-    run(TrainerFn.VALIDATING, module).check(["nothing*"])
-    with pytest.raises(ValueError, match="trainable parameters are float16"):
-        run(TrainerFn.FITTING, module).check([])
-    with pytest.raises(ValueError, match=r"nothing\*"):
-        run(TrainerFn.FITTING).check(["nothing*"])

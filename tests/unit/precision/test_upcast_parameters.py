@@ -13,10 +13,8 @@ import torch
 from support import DEVICE, Poison, Toy, assert_same, batches, fit, quiet_trainer, weights
 from support.averages import EMAWeightAveraging, needs_averages
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm
 
-from lightning_amp import AmpPrecision, FSDPAmpPrecision
-from lightning_amp.precision._upcast_parameters import upcast_like, upcast_parameters
+from lightning_amp import AmpPrecision
 
 LOGGER = "lightning.pytorch.utilities.rank_zero"
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -49,12 +47,6 @@ def test_one_line(caplog: pytest.LogCaptureFixture) -> None:
     ) in caplog.messages
 
 
-def test_nothing_to_upcast_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, LOGGER):
-        fit(Toy(adamw), upcasting(), batches(1))
-    assert not [message for message in caplog.messages if "became float32" in message]
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_without_the_argument_the_error_names_it(precision: str) -> None:
     with pytest.raises(ValueError, match="Pass `upcast_parameters=True` to the plugin, or call `.float\\(\\)` on the"):
@@ -65,11 +57,6 @@ def test_without_the_argument_the_error_names_it(precision: str) -> None:
 
 def test_before_fp32_modules_are_installed() -> None:
     assert fit(half(), upcasting(fp32_modules=["net.0"])).lightning_module.net[0].weight.dtype == torch.float32
-
-
-def test_fsdp_has_no_such_argument() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'upcast_parameters'"):
-        FSDPAmpPrecision("bf16", upcast_parameters=True)  # pyright: ignore[reportCallIssue]
 
 
 class Validates(Toy):
@@ -175,12 +162,6 @@ def test_all_that_a_checkpoint_has_comes_back_unrounded(make: Any, tmp_path: Pat
     assert any((v != v.bfloat16().float()).any() for v in expected.values())
 
 
-def test_what_a_callback_changed_after_loading_stays(tmp_path: Path) -> None:
-    expected, look = saved(lambda: Toy(adamw), tmp_path / "a.ckpt"), Look(change=True)
-    fit(half(), upcasting(), max_epochs=2, ckpt_path=tmp_path / "a.ckpt", callbacks=[look])
-    assert_same(look.weights, expected | {"net.0.bias": torch.full((16,), 0.5)})
-
-
 def test_a_checkpoint_of_half_precision_weights(tmp_path: Path) -> None:
     """Weights and optimizer state of a run without the argument go on in float32."""
     module = half()
@@ -208,94 +189,3 @@ def test_a_skipped_step_of_upcast_parameters_did_not_happen() -> None:
     plugin = upcasting("fp16", scaler=256.0)
     fit(half(), plugin, callbacks=[Poison(gradient=[1])])
     assert (plugin.num_steps, plugin.num_skipped) == (7, 1)
-
-
-# -- in place --------------------------------------------------------------------------------------------------------
-
-
-def small() -> nn.Module:
-    """Return a module with 20 values to train and 2 buffers of 4."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_same_objects_with_the_same_values(dtype: torch.dtype) -> None:
-    module = small().to(dtype)
-    parameters, buffers = [*module.parameters()], [*module.buffers()]
-    values = {name: v.clone().float() for name, v in module.state_dict().items() if v.is_floating_point()}
-    seen: list[torch.dtype] = []
-    parameters[0].register_hook(lambda gradient: seen.append(gradient.dtype))
-    found = upcast_parameters(module)
-    assert all(a is b for a, b in zip([*parameters, *buffers], [*module.parameters(), *module.buffers()], strict=True))
-    assert_same({k: v for k, v in module.state_dict().items() if v.is_floating_point()}, values)
-    assert [len(tensors) for tensors in found] == [4, 2]
-    module(torch.randn(3, 2)).square().sum().backward()
-    assert seen == [torch.float32]
-
-
-def test_again_is_nothing() -> None:
-    module = small()
-    upcast_parameters(module)
-    assert upcast_parameters(module) == ([], [])
-
-
-def test_a_tied_weight_counts_once() -> None:
-    module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)).half()
-    module[1].weight = module[0].weight
-    module.register_parameter("again", module[0].weight)
-    assert len(upcast_parameters(module)[0]) == 1
-    assert module[1].weight is module[0].weight
-    assert module[1].weight.dtype == torch.float32
-
-
-def test_a_gradient_that_is_there() -> None:
-    module = nn.Linear(2, 1).to(torch.bfloat16)
-    module(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
-    gradient = module.weight.grad
-    upcast_parameters(module)
-    assert module.weight.grad is gradient
-    assert gradient is not None
-    assert gradient.dtype == torch.float32
-
-
-def test_frozen_parts_stay_with_their_buffers() -> None:
-    """Buffers follow the parameters around them; a buffer at the top follows the trained part."""
-    frozen = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False)).requires_grad_(False)
-    trained = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
-    module = nn.ModuleDict({"frozen": frozen, "trained": trained})
-    module.register_buffer("table", torch.zeros(3))
-    module.register_buffer("count", torch.zeros(3, dtype=torch.long))
-    module.to(torch.bfloat16)
-    upcast_parameters(module)
-    stay = [name for name, value in module.state_dict().items() if value.dtype == torch.bfloat16]
-    assert stay == [n for n, v in module.state_dict().items() if n.startswith("frozen") and v.is_floating_point()]
-    assert module["trained"][1].running_mean.dtype == module.table.dtype == torch.float32
-    assert module.count.dtype == torch.long
-
-
-def test_a_frozen_layer_beside_a_trained_one_keeps_its_statistics() -> None:
-    module = small()
-    module[1].requires_grad_(False)
-    upcast_parameters(module)
-    assert {v.dtype for v in module[1].state_dict().values()} == {torch.bfloat16, torch.long}
-
-
-def test_parametrizations_and_lazy_modules() -> None:
-    module = nn.Sequential(spectral_norm(nn.Linear(2, 2)), nn.LazyLinear(1)).to(torch.bfloat16)
-    upcast_parameters(module)
-    module(torch.randn(1, 2))
-    assert {v.dtype for v in module.state_dict().values()} == {torch.float32}
-
-
-def test_a_copy_goes_along() -> None:
-    """Tensors are matched by name. Half precision in the module stays half precision in the copy."""
-    module, copy = nn.ModuleDict({"a": small(), "b": nn.Linear(1, 1).half()}), nn.ModuleDict({"a": small()})
-    module["a"][0].requires_grad_(False)
-    upcast_parameters(module)
-    copy["c"] = nn.Linear(1, 1).half()
-    upcast_like(copy, module)
-    theirs = {name: value.dtype for name, value in module.state_dict().items()} | {
-        "c.weight": torch.float16, "c.bias": torch.float16,
-    }  # fmt: skip
-    assert {n: v.dtype for n, v in copy.state_dict().items()} == {n: theirs[n] for n in copy.state_dict()}

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from support import CountReads
 
 from lightning_amp.findings import StepRecord
-from lightning_amp.scaling import RecordLog, Skip, StepResult, _log
+from lightning_amp.scaling import RecordLog, Skip, StepResult
 
 
 def scalar(value: float) -> torch.Tensor:
@@ -33,14 +31,6 @@ def test_records_are_immutable() -> None:
         record.scale = 2.0  # type: ignore[misc]
 
 
-def test_a_subscription_is_closed_once_and_for_all() -> None:
-    log = RecordLog()
-    one, two = (log.subscribe(lambda records: None) for _ in range(2))
-    one.close()
-    one.close()
-    assert (log.subscriptions, one.is_open, two.is_open) == ([two], False, True)
-
-
 def test_reads_back_in_blocks() -> None:
     log = RecordLog(block=4)
     blocks: list[list[StepRecord]] = []
@@ -56,33 +46,6 @@ def test_reads_back_in_blocks() -> None:
     assert [r.index for block in blocks for r in block] == list(range(9))
     assert blocks[0][2] == StepRecord(2, 0, 8.0, 4.0, True, "gradient")
     assert log.last == StepRecord(8, 0, 8.0, 4.0, False, "none")
-
-
-def test_who_must_act_at_once_hears_of_a_skip_in_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    original = _log.read_scalars
-
-    def counted(values: Sequence[torch.Tensor | bool | None]) -> list[float]:
-        read.append(sum(isinstance(value, torch.Tensor) for value in values))
-        return original(values)
-
-    monkeypatch.setattr(_log, "read_scalars", counted)
-    log, blocks = RecordLog(block=8), list[list[StepRecord]]()
-    subscription = log.subscribe(blocks.append, at_once=True)
-    for i in range(6):
-        read.clear()
-        skip = Skip(scalar(float(i == 3))) if i % 2 else Skip.NO
-        note(log, 0, scalar(8.0), skip, scalar(1.0))
-        log.close_round(scalar(4.0))
-        if i != 3:
-            assert sum(read) == i % 2  # one flag, read once; nothing if the host knows it
-        assert log.num_attempted == i + 1
-        assert [len(block) for block in blocks] == ([4] if i >= 3 else [])
-    subscription.close()
-    assert blocks[0][3] == StepRecord(3, 0, 8.0, 4.0, True, "gradient")
-    assert log.num_steps + log.num_skipped == 4
-    log.flush()
-    assert (log.num_steps, log.num_skipped, log.num_attempted) == (5, 1, 6)
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
@@ -118,30 +81,10 @@ def test_skips_on_the_device_stop_one_read_back_later() -> None:
         log.flush()
 
 
-def test_a_step_in_between_breaks_the_row() -> None:
-    log = RecordLog(3, block=100)
-    for i in range(20):
-        note(log, 0, None, Skip(scalar(float(i % 3 != 0))), None)
-        log.close_round(None)
-    log.flush()
-    assert log.streak == ("gradient",)
-
-
 def skips(log: RecordLog, count: int, *, known: bool = True, losses: int = 0) -> None:
     for i in range(count):
         note(log, 0, None, Skip.YES if known else Skip(scalar(1.0)), scalar(float("nan") if i < losses else 1.0))
         log.close_round(None)
-
-
-def test_records_have_the_precision_of_their_step() -> None:
-    log, found = RecordLog(), list[StepRecord]()
-    log.subscribe(found.extend)
-    for precision in ("fp16", "bf16"):
-        log.precision = precision
-        note(log, 0, None, Skip.NO, None)
-        log.close_round(None)
-        log.flush()
-    assert [record.precision for record in found] == ["fp16", "bf16"]
 
 
 def test_a_smaller_limit_than_a_checkpoint_had_stops_at_the_next_skip() -> None:
@@ -180,21 +123,6 @@ def test_a_skip_that_lowered_the_scale_starts_the_count_again() -> None:
     assert (log.num_skipped, log.num_lost, log.streak) == (12, 6, ())
     with pytest.raises(FloatingPointError, match="3 optimizer steps in a row"):
         skips(log, 3)
-
-
-@pytest.mark.parametrize("reason", ["loss", "gradient"])
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_the_error_claims_no_more_than_is_known(reason: str, precision: Any) -> None:
-    log = RecordLog()
-    log.precision, log.limit = precision, 2
-    with pytest.raises(FloatingPointError) as error:
-        skips(log, 2, losses=2 * (reason == "loss"))
-    text = str(error.value)
-    assert "Attach `OverflowLocator()`" in text
-    assert ("with precision 'fp32' to see" in text) == (precision == "bf16")
-    assert ("resume from the last checkpoint" in text) == (precision == "fp16")
-    assert "overflow although" not in text
-    assert "learning rate" not in text
 
 
 @pytest.mark.parametrize("cause", ["", "It was the moth."])

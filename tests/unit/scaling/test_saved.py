@@ -74,18 +74,6 @@ def test_what_is_no_dictionary_is_refused(value: Any) -> None:
         Saved(value, "plugin")
 
 
-def test_a_long_value_is_shortened() -> None:
-    with pytest.raises(ValueError, match=r"got \[0, 1, 2.*\.\.\.\. The checkpoint") as caught:
-        saved(list(range(1000))).count("entry")
-    assert len(str(caught.value)) < 350
-
-
-@pytest.mark.parametrize("scaler", [torch.amp.GradScaler("cpu"), DynamicLossScaler(hysteresis=2)])
-def test_states_of_scalers_are_right(scaler: torch.amp.GradScaler) -> None:
-    check_scaler_state(scaler.state_dict(), "scaler")
-    check_scaler_state(scaler.state_dict() | {"from": "another version"}, "scaler")
-
-
 @pytest.mark.parametrize(
     ("key", "bad"),
     [

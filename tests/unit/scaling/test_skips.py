@@ -10,7 +10,6 @@ from support import CountReads, flags_on_a_device
 from torch import Tensor
 
 from lightning_amp.scaling import Skip
-from lightning_amp.scaling._scalars import constant
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
@@ -74,18 +73,3 @@ def test_or_is_known_wherever_it_can_be(pair: tuple[str, str]) -> None:
 def test_a_probe_asks_for_a_skip_if_it_is_not_finite(value: float, dtype: torch.dtype) -> None:
     probe = torch.tensor(value, dtype=dtype)
     assert Skip.if_nonfinite(probe).wait() is (not probe.isfinite().item())
-
-
-def test_no_probe_asks_for_none() -> None:
-    assert Skip.if_nonfinite(None) is Skip.NO
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.int32])
-def test_its_flag_is_float32_whatever_it_was(dtype: torch.dtype) -> None:
-    with flags_on_a_device():
-        found = Skip.on_device(torch.ones((), dtype=dtype)).flag(CPU)
-    assert (found.dtype, found.item()) == (torch.float32, 1.0)
-
-
-def test_known_flags_are_made_once() -> None:
-    assert Skip.NO.flag(CPU) is Skip.NO.flag(CPU) is constant(0.0, CPU)

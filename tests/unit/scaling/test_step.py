@@ -11,7 +11,6 @@ from support import CountReads, flags_on_a_device
 from torch import Tensor, nn
 
 from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, Skip, StepPlan, StepResult
-from lightning_amp.scaling._early_moves import snapshot
 
 INF, NAN = float("inf"), float("nan")
 SCALE = 8.0
@@ -93,14 +92,18 @@ class Loop:
     """A loop with one parameter, whose gradients the test sets."""
 
     def __init__(
-        self, make: Callable[[Any], torch.optim.Optimizer], scaler: Any = SCALE, skip_nonfinite: bool = True
+        self,
+        make: Callable[[Any], torch.optim.Optimizer],
+        scaler: Any = SCALE,
+        skip_nonfinite: bool = True,
+        **kwargs: Any,
     ) -> None:
         self.param = nn.Parameter(torch.zeros(2))
         self.optimizer = make([self.param])
         self.scale = scaler or 1.0
         scaler = DynamicLossScaler.static(scaler) if scaler else None
         self.log = RecordLog()
-        self.steps = OptimizerSteps(scaler, skip_nonfinite, self.log, [self.optimizer])
+        self.steps = OptimizerSteps(scaler, skip_nonfinite, self.log, [self.optimizer], **kwargs)
         self.looked = 0
 
     def backward(self, *gradient: float) -> Tensor:
@@ -325,6 +328,17 @@ def test_a_loss_that_somebody_asks_for_is_read_with_the_gradients() -> None:
     assert result.bad_loss is Skip.NO  # the host knows the loss now
 
 
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("make", [Once, fused])
+def test_an_overflow_on_another_rank_skips_the_step_here(make: Any, bad: bool) -> None:
+    def another_rank_too(flags: Tensor) -> None:
+        flags[0].fill_(float(bad))
+
+    loop = Loop(make, all_reduce_max=another_rank_too)
+    assert loop.step((1.0, 2.0)).skip.wait() is bad
+    assert (loop.weights == [0.0, 0.0]) is bad
+
+
 # -- who looks ---------------------------------------------------------------------------------------------------------
 
 
@@ -372,21 +386,3 @@ def test_a_bad_loss_is_told_of_whatever_the_gradients_are() -> None:
 
     _, result = loop.steps.step(loop.optimizer, closure, lambda: None, StepPlan())
     assert (result.skip, result.bad_loss) == (Skip.NO, Skip.YES)
-
-
-# -- taking a step back ------------------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_puts_back_the_state_of_an_optimizer_inside_the_optimizer() -> None:
-    param = nn.Parameter(torch.ones(2))
-    outer = Once([param])
-    outer.base = torch.optim.SGD([param], lr=0.1, momentum=0.9)
-    param.grad = torch.ones(2)
-    outer.base.step()
-    restore = snapshot(outer)
-    before, momentum = param.tolist(), outer.base.state[param]["momentum_buffer"].tolist()
-    outer.descend()
-    outer.base.step()
-    restore()
-    assert (param.tolist(), outer.base.state[param]["momentum_buffer"].tolist()) == (before, momentum)
-    assert param not in outer.state

@@ -8,13 +8,11 @@ import lightning as L
 import pytest
 import torch
 from support import FEATURES, CountReads, WithoutAutocast, fit
-from support.promises import OPTIMIZERS
+from support.promises import OPTIMIZERS, PLAIN_AND_FUSED
 from torch import Tensor, nn
 
 from lightning_amp.scaling import Skip, StepResult
-from lightning_amp.skipped_steps import matching_places
-from lightning_amp.skipped_steps._kept_buffers import KeptBuffers
-from lightning_amp.skipped_steps._named_buffers import norm_places
+from lightning_amp.skipped_steps import KeptBuffers, matching_places, norm_places
 
 NAN = float("nan")
 
@@ -162,34 +160,6 @@ def test_a_checkpoint_in_the_middle_of_an_accumulation_has_no_nan(loop: Loop) ->
     assert loop.module[0].running_mean.isnan().all()
 
 
-def test_after_a_step_there_is_nothing_to_mend(loop: Loop) -> None:
-    loop.batch(NAN)
-    loop.step()
-    state = loop.mended()
-    assert state["0.running_mean"].isnan().all()
-
-
-def test_whole_numbers_and_buffers_that_are_none() -> None:
-    module = nn.Linear(2, 1)
-    module.register_buffer("count", torch.tensor(7))
-    module.register_buffer("later", None)
-    kept = KeptBuffers(module, matching_places(module, ["*"]), counted=False)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for skip in Skip.YES, Skip(torch.tensor(1.0)):
-        kept.enter_step()
-        module.count += 1
-        module.later = torch.ones(1)
-        kept.settle()  # whole numbers say nothing of a non-finite batch
-        assert module.count == 8
-        kept.enter_step()
-        module.later = torch.full((1,), NAN)
-        kept.note_backward()
-        kept.observe(optimizer, StepResult(skip), manual=False)
-        assert (module.count, module.later) == (8, torch.ones(1))
-        module.count -= 1
-        module.later = None
-
-
 @pytest.mark.parametrize(("replaced", "reads"), [(False, 0), (True, 1)])
 def test_it_waits_only_where_a_tensor_was_replaced(replaced: bool, reads: int) -> None:
     module = nn.Linear(2, 1)
@@ -208,15 +178,6 @@ def test_it_waits_only_where_a_tensor_was_replaced(replaced: bool, reads: int) -
     assert module.queue is queue
     assert queue.tolist() == [0.0, 0.0]
     assert mine.tolist() == [1.0] * 3  # the other tensor is not written into
-
-
-def test_what_a_step_without_a_backward_replaced_is_not_what_the_next_one_goes_back_to(loop: Loop) -> None:
-    loop.batch(4.0)
-    loop.step()
-    loop.batch(NAN, backward=False)
-    loop.batch(NAN)
-    loop.step(skip=True)
-    assert loop.seen == [2.0, 4.0, 1.0]
 
 
 # -- in a Trainer ------------------------------------------------------------------------------------------------------
@@ -249,7 +210,7 @@ class StepsLate(L.LightningModule):
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 def test_statistics_go_back_for_a_step_in_the_next_batch(optimizer: str) -> None:
     plugin = WithoutAutocast("fp16")
     trainer = fit(lambda: StepsLate(OPTIMIZERS[optimizer]), plugin)

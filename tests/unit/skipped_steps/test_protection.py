@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import lightning as L
@@ -79,21 +77,6 @@ def test_who_needs_to_know_at_once() -> None:
     assert not plain.protection.asks_for_loss
 
 
-def test_a_schedule_that_was_noted_is_decided_before_the_next_step() -> None:
-    fit = Fit(Toy())
-    fit.protection.observe(fit.optimizer, StepResult(Skip(torch.tensor(0.0)), None))
-    fit.scheduler.step()
-    assert fit.optimizer.param_groups[0]["lr"] == 1.0
-    fit.protection.before_step(fit.optimizer)
-    assert fit.optimizer.param_groups[0]["lr"] == 0.5
-
-
-def test_schedules_that_come_during_a_fit_are_held_from_the_next_step_on() -> None:
-    fit = Fit(schedule=False)
-    fit.module.trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(fit.scheduler, interval="step")]
-    assert fit.batch(Skip.YES)[0] == 1.0
-
-
 @pytest.mark.parametrize(("manual", "expected"), [(True, 2.0), (False, 5.0)])
 def test_in_manual_optimization_a_forward_may_follow_a_step(manual: bool, expected: float) -> None:
     """In manual optimization a later forward of the same training step has its own copy; in automatic there is none."""
@@ -109,14 +92,6 @@ def test_in_manual_optimization_a_forward_may_follow_a_step(manual: bool, expect
     assert fit.module.mean == expected
 
 
-def test_what_nobody_will_decide_is_settled_before_somebody_looks() -> None:
-    fit = Fit()
-    fit.protection.enter_step()
-    fit.module.net(torch.full((4, 2), float("nan")))
-    fit.protection.settle()
-    assert fit.module.mean == 0.0
-
-
 def test_a_checkpoint_is_mended() -> None:
     fit = Fit()
     fit.protection.enter_step()
@@ -125,14 +100,6 @@ def test_a_checkpoint_is_mended() -> None:
     state = dict(fit.module.state_dict())
     fit.protection.mend(state)
     assert state["net.0.running_mean"].tolist() == [0.0, 0.0]
-
-
-@needs_averages
-def test_afterwards_the_users_objects_are_as_they_were() -> None:
-    fit = Fit()
-    fit.protection.detach()
-    assert (type(fit.scheduler), type(fit.average)) == (ExponentialLR, WeightAveraging)
-    assert fit.average.should_update(step_idx=0)
 
 
 # -- averages ----------------------------------------------------------------------------------------------------------
@@ -155,16 +122,6 @@ def test_an_average_is_updated_after_applied_steps_and_at_the_end_of_an_epoch() 
         assert average.should_update(epoch_idx=3) == ("epoch", 3) or expected
         assert average.should_update(step_idx=1) == (("step", 1) if expected else False)
     assert type(other) is StochasticWeightAveraging
-
-
-@needs_averages
-@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda c: pickle.loads(pickle.dumps(c))])
-def test_copies_are_plain(how: Any) -> None:
-    Fit(Toy(), average := EveryEpochToo())
-    copied = how(average)
-    assert type(copied) is EveryEpochToo
-    assert copied.should_update(step_idx=0) == ("step", 0)
-    assert average.should_update(step_idx=0) is False
 
 
 @needs_averages

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import pickle
 from typing import Any
 
 import lightning as L
@@ -13,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from support import Poison, Toy, batches, fit, quiet_trainer
-from support.promises import Plugins, fused_adamw, plain_adamw
+from support.promises import Plugins, fused_adamw
 from torch.optim import lr_scheduler as lrs
 
 from lightning_amp.scaling import Skip, StepResult
@@ -49,26 +47,6 @@ class Run:
     @property
     def rate(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
-
-
-OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "per epoch": (halving, {"interval": "epoch"}),
-    "plateau": (lambda o: lrs.ReduceLROnPlateau(o, patience=0), {"reduce_on_plateau": True}),
-}
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_others_run_as_ever(kind: str) -> None:
-    make, config = OTHERS[kind]
-    run = Run(make=make, **config)
-    assert not run.held.active
-    assert type(run.scheduler) in (lrs.ExponentialLR, lrs.ReduceLROnPlateau)
-
-
-def test_in_manual_optimization_the_interval_says_nothing() -> None:
-    module = Toy()
-    module.automatic_optimization = False
-    assert Run(module, interval="epoch").step(Skip.YES) == 1.0
 
 
 def test_a_schedule_that_comes_during_a_fit_is_held_too() -> None:
@@ -132,20 +110,6 @@ def test_rates_that_somebody_watches_are_decided_at_once() -> None:
     module = functools.partial(Toy, fused_adamw, None, halving)
     fit(module, Plugins(True).scaled(), batches(4), callbacks=[Poison(gradient=[1]), Watch()])
     assert seen == pytest.approx([0.005, 0.005, 0.0025, 0.00125])
-
-
-@pytest.mark.usefixtures("where_flags_live")
-def test_gated_schedulers_copy_and_pickle_as_themselves() -> None:
-    class Copy(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            scheduler = trainer.lr_scheduler_configs[0].scheduler
-            self.copies = [copy.deepcopy(scheduler), pickle.loads(pickle.dumps(scheduler))]
-            assert isinstance(scheduler, lrs.ExponentialLR)
-
-    callback = Copy()
-    fit(functools.partial(Toy, plain_adamw, None, halving), Plugins(True).scaled(), batches(2), callbacks=[callback])
-    assert [type(c) for c in callback.copies] == [lrs.ExponentialLR] * 2
-    assert [c.last_epoch for c in callback.copies] == [2, 2]
 
 
 @pytest.mark.usefixtures("where_flags_live")

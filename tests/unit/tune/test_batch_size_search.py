@@ -48,7 +48,7 @@ ARM = Spec("fp32", {"precision": "fp32"})
 
 
 def search(runs: Any, limit: float | None = 1.0) -> BatchSizeResult:
-    return Search(runs, ARM, limit, Progress(3, None)).result()
+    return Search(runs, ARM, limit, Progress(3)).result()
 
 
 def test_two_sizes_and_the_one_that_they_lead_to(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,18 +81,6 @@ def test_fewer_rows_than_the_first_size() -> None:
     runs = MadeUp(linear, replace(FACTS, own_size=64, num_rows=50))
     assert search(runs).batch_size == 50
     assert runs.sizes == [None]
-
-
-def test_drop_last_leaves_no_batch() -> None:
-    class Dropped(MadeUp):
-        def noted(self, rows: int) -> Facts:
-            return replace(self.facts, num_batches=9 if rows <= 50 else 0)
-
-    runs = Dropped(linear, replace(FACTS, own_size=64, num_rows=50))
-    result = search(runs)
-    assert runs.sizes == [None, 50]
-    assert result.batch_size == 50
-    assert "at batch size 64" in result.message
 
 
 @pytest.mark.parametrize("rows", [0, None, 1000])

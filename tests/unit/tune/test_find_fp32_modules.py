@@ -365,7 +365,7 @@ def test_no_batches() -> None:
         ({"tolerance": math.nan}, r"`tolerance` must be a finite number above 0"),
         ({"tolerance": True}, r"`tolerance` must be a finite number above 0"),
         ({"precision": "fp32"}, "must be 'fp16' or 'bf16', got 'fp32': all modules are in fp32 already"),
-        ({"precision": "fp8"}, "must be 'fp16' or 'bf16', got 'fp8'. Search in 'bf16'"),
+        ({"precision": "fp8"}, "must be 'fp16' or 'bf16', got 'fp8': search in 'bf16', in which the rest computes."),
         ({"precision": "half"}, "must be one of 'auto', 'bf16'"),
         ({"precision": {"precision": "fp16", "fp32_module": ["head"]}}, "unexpected keyword argument 'fp32_module'"),
         ({"precision": {"precision": "fp16", "fp32_modules": "head"}}, "`fp32_modules` must be a sequence of rules"),

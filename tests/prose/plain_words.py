@@ -195,19 +195,24 @@ def found_in(text: str, name: str, folder: Path) -> list[str]:
     return [*faults(sentences), *faults_of_proselint(sentences)]
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize(
+    ("planted", "place"),
+    [
+        *((planted, "a paragraph") for planted in PLANTED),
+        *(("what", place) for place in PLACES if place != "a paragraph"),
+    ],
+)
 def test_a_planted_sentence_is_found(planted: str, place: str, tmp_path: Path) -> None:
     (sentence, rule), (name, template, line) = PLANTED[planted], PLACES[place]
     found = found_in(template.format(sentence), name, tmp_path)
     assert [text for text in found if text.startswith(f"{name}:{line}: [{rule}") and text.endswith(sentence)], found
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("sentence", PLAIN)
-def test_a_plain_sentence_is_not(sentence: str, place: str, tmp_path: Path) -> None:
-    name, template, _ = PLACES[place]
-    assert found_in(template.format(sentence), name, tmp_path) == []
+def test_a_plain_sentence_is_not(sentence: str, tmp_path: Path) -> None:
+    for place in ("a paragraph", "a comment"):
+        name, template, _ = PLACES[place]
+        assert found_in(template.format(sentence), name, tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from support.reports import REPORTS
 
 from lightning_amp.compare._html import page
 
-pytestmark = pytest.mark.slow
-
 PHONE, DESK = 360, 1280
 VIEWS = [
     *(view for name in REPORTS for view in (View(name, PHONE, "light"), View(name, DESK, "dark"))),

@@ -1,0 +1,338 @@
+"""Loops that a reviewer of the step came up with: each must do in fp16 what it does in fp32."""
+
+from __future__ import annotations
+
+import copy
+import io
+from contextlib import redirect_stderr, suppress
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import DEVICE, quiet_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_amp import AmpPrecision, DynamicLossScaler, FabricAmpPrecision
+from lightning_amp.scaling import ScaledSteps
+from lightning_amp.scaling._early_moves import calls_closure_late
+
+
+def rows(batches: int) -> Any:
+    return DataLoader(torch.randn(4 * batches, 4, generator=torch.Generator().manual_seed(0)), batch_size=4)  # pyright: ignore[reportArgumentType]
+
+
+class Net(L.LightningModule):
+    """Has two layers, and runs `loop` in manual optimization, or returns its loss."""
+
+    def __init__(self, loop: Any = None, optimizers: Any = None, validation: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.norm = nn.Linear(4, 1), nn.Linear(4, 1), nn.BatchNorm1d(4)
+        self.loop, self.make = loop, optimizers
+        if validation is not None:
+            self.validation_step: Any = lambda batch, batch_idx: validation(self, batch, batch_idx)
+        self.automatic_optimization = loop is None
+        self.seen: list[Any] = []
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.a(x).float().square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.loss(batch) if self.loop is None else self.loop(self, batch, batch_idx)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        sgd = torch.optim.SGD
+        return self.make(self) if self.make else [sgd(self.a.parameters(), 0.1), sgd(self.b.parameters(), 0.1)]
+
+
+def one_sgd(net: Net, **kwargs: Any) -> Any:
+    return torch.optim.SGD(net.a.parameters(), 0.1, **kwargs)
+
+
+def fit(net: Net, precision: str, batches: int, **kwargs: Any) -> L.Trainer:
+    val = kwargs.pop("val", None)
+    plugin = kwargs.pop("plugin", None) or AmpPrecision(precision, scaler=1024.0 if precision == "fp16" else None)
+    kwargs = {"max_epochs": 1, **kwargs}
+    trainer = quiet_trainer(plugins=[plugin], **kwargs)
+    trainer.fit(net, rows(batches), val)
+    return trainer
+
+
+# -- gradients that do not come from a scaled backward -------------------------------------------
+
+
+def assigned_after_the_backward_of_another(net: Net, x: Tensor, index: int) -> None:
+    one, other = net.optimizers()
+    one.zero_grad()
+    net.manual_backward(net.a(x).float().square().mean())
+    one.step()
+    other.zero_grad()
+    params = list(net.b.parameters())
+    for p, g in zip(params, torch.autograd.grad(net.b(x).float().square().mean(), params), strict=True):
+        p.grad = g
+    other.step()
+
+
+def assigned_after_a_skip(net: Net, x: Tensor, index: int) -> None:
+    optimizer: Any = net.optimizers()
+    optimizer.zero_grad()
+    if index == 0:
+        net.manual_backward(net.loss(x) * torch.inf)
+    else:
+        for p in net.a.parameters():
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("loop", "optimizers"),
+    [
+        (assigned_after_the_backward_of_another, None),
+        (assigned_after_a_skip, one_sgd),
+        (assigned_after_a_skip, lambda net: one_sgd(net, fused=True)),
+    ],
+)
+def test_assigned_gradients_are_true_ones(loop: Any, optimizers: Any) -> None:
+    nets = {precision: Net(loop, optimizers) for precision in ("fp32", "fp16")}
+    for precision, net in nets.items():
+        fit(net, precision, 2)
+    for one, other in zip(nets["fp32"].parameters(), nets["fp16"].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("scaler", [None, 1024.0])
+def test_assigned_gradients_in_an_own_loop(scaler: float | None) -> None:
+    a, b = nn.Linear(4, 1), nn.Linear(4, 1)
+    one, other = torch.optim.SGD(a.parameters(), 0.1), torch.optim.SGD(b.parameters(), 0.1)
+    steps = ScaledSteps(scaler, [one, other])
+    for _ in range(2):
+        one.zero_grad()
+        steps.backward(a(torch.ones(2, 4)).square().mean())
+        steps.step(one)
+        other.zero_grad()
+        for p in b.parameters():
+            p.grad = torch.ones_like(p)
+        before = b.weight.detach().clone()
+        steps.step(other)
+        torch.testing.assert_close(b.weight, before - 0.1)
+
+
+class Fails(torch.autograd.Function):
+    on = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if Fails.on:
+            raise RuntimeError("out of memory")
+        return g
+
+
+def caught_by_hand(net: Net, x: Tensor, index: int) -> None:
+    optimizer: Any = net.optimizers()
+    optimizer.zero_grad()
+    scaler: Any = net.trainer.scaler  # pyright: ignore[reportAttributeAccessIssue]
+    loss = Fails.apply(net.a(x)).float().square().mean()
+    Fails.on = index == 1
+    try:
+        (loss if scaler is None else scaler.scale(loss)).backward()
+    except RuntimeError:
+        optimizer.zero_grad()
+        return
+    optimizer.step()
+
+
+def test_an_error_inside_a_backward_by_hand_is_over_when_it_was_caught() -> None:
+    nets = {precision: Net(caught_by_hand, one_sgd) for precision in ("fp32", "fp16")}
+    for precision, net in nets.items():
+        fit(net, precision, 5)
+    torch.testing.assert_close(nets["fp32"].a.weight, nets["fp16"].a.weight, rtol=1e-2, atol=1e-3)
+
+
+def test_a_backward_by_hand_in_an_own_loop_is_refused() -> None:
+    net, scaler = nn.Linear(4, 1), DynamicLossScaler()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    steps = ScaledSteps(scaler, [optimizer])
+    scaler.scale(net(torch.ones(2, 4)).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"do not come from `steps.backward\(loss\)`"):
+        steps.step(optimizer)
+
+
+def test_validation_may_run_a_backward() -> None:
+    def saliency(net: Net, x: Tensor, index: int) -> None:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            net.manual_backward(net.a(x).float().sum())
+        assert x.grad is not None
+        net.seen.append(x.grad.norm())
+
+    nets = {precision: Net(caught_by_hand, one_sgd, saliency) for precision in ("fp32", "fp16")}
+    for precision, net in nets.items():
+        fit(net, precision, 1, val=rows(1), inference_mode=False)
+    torch.testing.assert_close(nets["fp32"].seen, nets["fp16"].seen, rtol=1e-2, atol=1e-2)
+
+
+# -- optimizers ----------------------------------------------------------------------------------
+
+
+class Ignores(torch.optim.Optimizer):
+    """Never calls its closure."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(0.1 * p.grad)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_an_optimizer_that_ignores_its_closure_skips(precision: str) -> None:
+    def loop(net: Net, x: Tensor, index: int) -> None:
+        optimizer: Any = net.optimizers()
+        optimizer.zero_grad()
+        net.manual_backward(net.loss(x) * (torch.inf if index == 1 else 1.0))
+        optimizer.step()
+
+    net = Net(loop, lambda net: Ignores(net.a.parameters()))
+    plugin: Any = fit(net, precision, 3).precision_plugin
+    assert net.a.weight.isfinite().all()
+    assert (plugin.num_steps, plugin.num_skipped) == (2, 1)
+
+
+@pytest.mark.parametrize("scaler", [None, 1024.0])
+def test_an_optimizer_that_ignores_its_closure_skips_in_an_own_loop(scaler: float | None) -> None:
+    net = nn.Linear(4, 1)
+    optimizer = Ignores(net.parameters())
+    steps = ScaledSteps(scaler, [optimizer])
+    steps.backward((net(torch.ones(2, 4)) * torch.inf).sum())
+    steps.step(optimizer)
+    assert net.weight.isfinite().all()
+    assert steps.num_skipped == 1
+
+
+def test_a_closure_in_an_own_loop_runs_inside_of_the_step() -> None:
+    """The optimizer calls it as often as it likes."""
+    net, calls = nn.Linear(4, 1), []
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
+    steps = ScaledSteps(1024.0, [optimizer])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (net(torch.ones(2, 4)) - 1).square().mean()
+        steps.backward(loss)
+        calls.append(loss.item())
+        return loss
+
+    steps.step(optimizer, closure)
+    assert len(calls) > 1
+
+
+def test_a_subclass_of_a_fused_optimizer_sees_true_gradients() -> None:
+    seen: list[float] = []
+
+    class Clips(torch.optim.AdamW):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            seen.append(float(nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)))
+            super().step()
+            return loss
+
+    for precision in ("fp32", "fp16"):
+        fit(Net(None, lambda net: Clips(net.a.parameters(), fused=True)), precision, 1)
+    assert seen[1] == pytest.approx(seen[0], rel=1e-2)
+
+
+def test_an_optimizer_that_checks_for_graphs_first_is_not_copied() -> None:
+    class Checks(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            self._cuda_graph_capture_health_check()  # type: ignore[attr-defined]
+            loss = closure()
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad)
+            return loss
+
+    assert not calls_closure_late(Checks(nn.Linear(2, 2).parameters(), {}))
+
+
+# -- accounts ------------------------------------------------------------------------------------
+
+
+def test_a_test_of_a_checkpoint_changes_no_account(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net, plugin = Net(None, one_sgd), AmpPrecision("fp16", scaler=DynamicLossScaler(growth_interval=2))
+    trainer = fit(net, "fp16", 2, plugin=plugin)
+    trainer.save_checkpoint(tmp_path / "early.ckpt")
+    trainer.fit_loop.max_epochs = 3  # type: ignore[attr-defined]
+    trainer.fit(net, rows(2))
+    before = (plugin.num_steps, plugin.num_skipped, plugin.scaler.get_scale())  # type: ignore[union-attr]
+    trainer.test(net, rows(1), ckpt_path=tmp_path / "early.ckpt", verbose=False, weights_only=False)
+    assert (plugin.num_steps, plugin.num_skipped, plugin.scaler.get_scale()) == before  # type: ignore[union-attr]
+    caplog.clear()
+    other = quiet_trainer(plugins=[AmpPrecision("fp32")])
+    other.test(Net(None, one_sgd), rows(1), ckpt_path=tmp_path / "early.ckpt", verbose=False, weights_only=False)
+    assert "training goes on" not in caplog.text
+
+
+def test_validation_inside_of_a_window_sees_finite_statistics() -> None:
+    class Overflows(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            x = batch * torch.inf if batch_idx == 4 else batch
+            return self.a(self.norm(x)).float().square().mean()
+
+    def statistics(net: Net, x: Tensor, index: int) -> None:
+        net.seen.append(net.a(net.norm(x)).float().square().mean())
+
+    net = Overflows(None, one_sgd, statistics)
+    fit(net, "fp16", 12, val=rows(1), accumulate_grad_batches=4, val_check_interval=2, num_sanity_val_steps=0)
+    assert torch.stack(net.seen).isfinite().all()
+
+
+def test_parameters_without_an_optimizer_do_not_delay_the_scale() -> None:
+    """A head is trained in Fabric; the layer below keeps `requires_grad`."""
+    amp, records = FabricAmpPrecision("fp16"), []
+    fabric = L.Fabric(accelerator=DEVICE, devices=1, plugins=[amp])
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net[1].parameters(), 0.001))
+    amp.records.subscribe(records.extend)
+    for i in range(8):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 4, device=fabric.device)).float().square().mean()
+        fabric.backward(loss * (1e36 if i in (3, 4) else 1.0))
+        optimizer.step()
+    amp.flush()
+    assert [record.next_scale for record in records[1:-1]] == [record.scale for record in records[2:]]
+
+
+def test_an_exception_leaves_true_gradients() -> None:
+    def loop(precision: str) -> Tensor:
+        class Stops(Net):
+            def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+                if batch_idx == 1:
+                    raise KeyError("boom")
+                return self.loss(batch)
+
+        net = Stops(None, one_sgd)
+        with suppress(KeyError), redirect_stderr(io.StringIO()):
+            fit(net, precision, 4, accumulate_grad_batches=4)
+        assert net.a.weight.grad is not None
+        return copy.deepcopy(net.a.weight.grad)
+
+    torch.testing.assert_close(loop("fp16"), loop("fp32"), rtol=1e-2, atol=1e-3)
+
+
+def test_several_losses_keep_their_container() -> None:
+    losses = (torch.ones(()), torch.ones(()))
+    for scaler in (DynamicLossScaler(), torch.amp.GradScaler("cpu")):
+        assert isinstance(scaler.scale(losses), tuple)
