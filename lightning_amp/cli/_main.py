@@ -165,8 +165,8 @@ def _one_line(text: str, arguments: Sequence[str], names: Sequence[str]) -> str:
     text = short_class_names("; ".join(line for line in lines if not _NOISE.match(line)).replace(":; ", ": "))
     key = re.match(r"Parser key \"([\w.]+)\":", text)
     if key is not None:
-        text = f"--{key[1] if '.' in key[1] else key[1].replace('_', '-')}:{text[key.end() :]}"
-    text = text.replace("Expected a int", "Expected an int")
+        option = key[1] if "." in key[1] else key[1].replace("_", "-")
+        text = f"--{option}:{text[key.end() :]}".replace("Expected a int", "Expected an int")
     text = re.sub(rf"\b{arguments[0]}\.([a-z]\w*)", r"--\1", text).replace(f"{arguments[0]}.", "")
     found = re.search(r"nrecognized arguments: (--[\w.-]+)|not accept option '([\w.]+)'|'(\w+)' is not accepted", text)
     if found is None:
