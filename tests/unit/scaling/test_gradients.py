@@ -53,7 +53,9 @@ class Loop:
         with self.steps.scaled_backward():
             scaled.backward()
         for param, gradient in zip(self.params, gradients, strict=True):
-            param.grad = None if gradient is None else gradient.to(device) * scale
+            if gradient is not None:  # a product with a conjugated view would not be one
+                value = gradient.to(device)
+                param.grad = (value.conj() * scale).conj() if value.is_conj() else value * scale
 
     def step(self, **plan: Any) -> bool:
         """Return whether the step was skipped."""
