@@ -125,7 +125,7 @@ def accuracy() -> None:
     print("\nwith the recommended scale:")
     fit(Regression(loss_factor=1e-7), fp16(2.0**24), GradientMonitor(50), MetricComparison())
     print("\nin validation: the same weights are better in fp32")
-    fit(Regression(offset=1000.0), AmpPrecision("bf16"), MetricComparison())
+    fit(Regression(offset=1000.0), AmpPrecision("bf16"), MetricComparison(tolerance=0.1))
     print("\nwith eval_precision='fp32':")
     fit(Regression(offset=1000.0), AmpPrecision("bf16", eval_precision="fp32"), MetricComparison())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import platform
 from collections import defaultdict
 from collections.abc import Mapping
@@ -189,9 +188,8 @@ def call_after_backward(function: Any) -> None:
 # Fused optimizers skip inside their kernel if two attributes say so. `GradScaler.step` uses this protocol, which has no
 # public form.
 
-# the first optimizer of a class gets a `step` that is wrapped for the profiler
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-_FUSED_STEPS = {inspect.unwrap(kind.step) for kind in _FUSED}
+# read when it is needed: the first optimizer of a class gets a `step` that is wrapped for the profiler
+_FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
 def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -200,8 +198,7 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     Only torch's own `step` qualifies, since another one may read the gradients before the closure, or after it. Remove
     when torch has a public check.
     """
-    step = getattr(type(optimizer), "step", None)
-    known = step is not None and inspect.unwrap(step) in _FUSED_STEPS
+    known = getattr(type(optimizer), "step", None) in {kind.step for kind in _FUSED_CLASSES}
     return known and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -112,8 +111,7 @@ def doctor(
     where = _device(device, kwargs)
     given = our_name(arm.source.get("precision", "auto") if isinstance(arm.source, Mapping) else arm.source.precision)
     with unnoticed(where), Progress(1) as shown:
-        shown.begin("doctor")
-        say = partial(shown.move, None)
+        say = shown.begin
         if make_module is not None:
             require_unsharded(make_module, "doctor")
         say(f"timing products on {where}")

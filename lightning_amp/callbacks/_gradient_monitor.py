@@ -14,22 +14,19 @@ from typing_extensions import final, override
 from lightning_amp import _messages
 from lightning_amp._arguments import require_choice, require_count
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp._text import exact, named
-from lightning_amp.callbacks._first_step import FirstStep
-from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
-from lightning_amp.causes.gradient import GradientSearch
-from lightning_amp.findings import TOTAL, GradientRow
-from lightning_amp.numerics import fitting_scale
-from lightning_amp.reports import (
-    MAX_ROWS,
-    GradientTable,
-    Quantity,
-    describe_derivative,
-    describe_fault,
-    describe_healthy,
+from lightning_amp.callbacks._trainers import (
+    has_mixed_precision,
+    log_metrics,
+    require_lightning_trainer,
+    why_not_twice,
 )
+from lightning_amp.causes import lost_in_training
+from lightning_amp.findings import GradientRow, GradientSample, LostPrecision, TriedRemedy
+from lightning_amp.numerics import fitting_scale
+from lightning_amp.precision import AmpPrecision
+from lightning_amp.reports import MAX_ROWS, GradientTable, Quantity, describe_derivative, describe_gradient
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import Failure, RowsBy, Sample, take_sample
+from lightning_amp.shadow import Failure, GradientSampler, RowsBy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,6 +34,11 @@ if TYPE_CHECKING:
 UNDERFLOW_FRACTION = "amp/underflow_fraction"
 HEADROOM_BITS = "amp/headroom_bits"
 GRADIENT_SQNR_DB = "amp/gradient_sqnr_db"
+
+_MAX_CAUSES = 8
+"""The number of faults in one run against which a setting is tried."""
+_PATIENCE = 20
+"""The number of steps to wait for the first one that is applied."""
 
 
 @final
@@ -66,14 +68,13 @@ class GradientMonitor(Callback):
                                Not logged if the gradient overflowed
     ========================== =====================================================================================
 
-    In small networks fp16 gradients have some 65 dB and bf16 gradients some 45, in deep ones less. fp8 gradients have
-    18 to 35 dB. At 20 dB the noise is a tenth of the gradient.
+    In small networks fp16 gradients keep some 10 of 11 bits and bf16 gradients some 7 of 8, in deep ones less. fp8
+    gradients keep 3 to 6. A bit is 6 dB; at 20 dB the noise is a tenth of the gradient.
 
     :attr:`table` has these values per module, and :meth:`plot` draws them as a heat map. :attr:`recommended_scale` is a
-    good start for `DynamicLossScaler`. The monitor works in every precision.
-    The printed table of a bf16, fp8 or fp32 run has no column for fp16. There, :attr:`recommended_scale` and
-    `table.to_text(fp16=True)` show whether fp16 would work, at a scale of 1. In DDP each rank examines the gradients of
-    its own batch, before they are averaged; the figures cover the values of all ranks, and are the same on each.
+    good start for `DynamicLossScaler`. The monitor works in every precision of `AmpPrecision`. Table and plot show the
+    limits of fp16 for steps in fp16 only. In DDP each rank examines the gradients of its own batch, before they are
+    averaged; the figures cover the values of all ranks, and are the same on each.
 
     The monitor never changes results: weights are bit-identical with and without it. User code outside of the module
     (prints, files, global variables) runs again in a sampled step. A module compiled by `torch.compile` runs eagerly in
@@ -83,26 +84,30 @@ class GradientMonitor(Callback):
 
     Args:
         every_n_steps: Optimizer steps between two samples: every multiple is sampled. The first sample is the step
-            after the first applied one: by then the scale has settled, and layers that begin at zero have moved. With
-            accumulation the first batch of a step is sampled.
+            after the first applied one: by then the scale has settled, and layers that begin at zero have moved. A fit
+            with one sample only gets another one at its last batch. With accumulation the first batch of a step is
+            sampled.
         by: Rows of the table: `"module"` or `"parameter"`.
+
+    Attributes:
+        table: The rows of all samples (`step, name, scale, num_values, ...`). Prints the latest.
 
     Raises:
         ValueError: If an argument is out of its range.
 
-    The line at the end of fit sums up the table. If the gradient is below 10 dB, it names the first module, in the
-    order of the backward, whose gradient is lost. The line also names the fault (overflow, zero, rounding) and a
-    setting that helps. For each new cause the monitor tries settings: it runs the batch in fp32, and then with a scale,
-    `fp32_modules` or bf16. It also warns, with the line, of two faults in `training_step`. One is clipping gradients
-    while they are multiplied with the loss scale (:func:`~lightning_amp.precision.unscale_`). The other is
-    `torch.autograd.grad(create_graph=True)` of fp16 values that do not fit
-    (:func:`~lightning_amp.precision.scaled_grad`).
+    One line at the end of fit sums up the last sample. If a gradient is lost, it says where. If values round to zero or
+    overflow, it names a loss scale. If a module keeps few bits, or the forward overflows, it names the module whose
+    output is furthest from fp32, although its inputs are close. It says whether that scale, or
+    `fp32_modules=[module]`, helped in a trial. The monitor also warns, with the line, of two faults in `training_step`.
+    One is clipping gradients while they are multiplied with the loss scale
+    (:func:`~lightning_amp.precision.unscale_`). The other is `torch.autograd.grad(create_graph=True)` of fp16 values
+    that do not fit (:func:`~lightning_amp.precision.scaled_grad`).
 
     Cost: a sample takes one more step forward and backward, one in fp32, and some passes over both gradients. On a CPU
     this is as much as four to eight training steps. It takes the memory of one more set of parameters and two of
-    gradients, and waits for the device. Each new cause takes up to nine more steps, once, for at most eight causes.
-    Between samples there is no cost, and a fused optimizer still unscales, clips and steps in one pass. Up to the first
-    applied step, the count of steps is read back. Do not sample every step.
+    gradients, and waits for the device. A lost gradient takes up to two more samples, for at most eight causes in a
+    run. Between samples there is no cost, and a fused optimizer still unscales, clips and steps in one pass. Up to the
+    first applied step, the count of steps is read back. Do not sample every step.
     """
 
     def __init__(self, every_n_steps: int = 100, *, by: RowsBy = "module") -> None:
@@ -114,19 +119,10 @@ class GradientMonitor(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        self._table = GradientTable()
-        self._largest = 0.0
-        self._next_step = 0
+        self.table, self._verdict, self._said = GradientTable(), "", set[str]()
+        self._next_step, self._largest, self._last_scale = 0, 0.0, math.inf
         self._runs = True
-        self._said_unseen = self._said_clipped = False
-        self._verdict = ""
-        self._search = GradientSearch()
-        self._first = FirstStep()
-
-    @property
-    def table(self) -> GradientTable:
-        """Return the rows of all samples (`step, name, scale, num_values, ...`). Prints the latest."""
-        return self._table
+        self._found: dict[tuple[str, bool], LostPrecision | TriedRemedy | None] = {}
 
     @property
     def recommended_scale(self) -> float | None:
@@ -138,25 +134,22 @@ class GradientMonitor(Callback):
         return fitting_scale(self._largest) if self._largest > 0 else None
 
     def plot(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        quantity: Quantity = "headroom_bits",
+        self, path: str | os.PathLike[str] | None = None, *, quantity: Quantity | None = None,
         max_rows: int | None = MAX_ROWS,
-    ) -> Figure:
+    ) -> Figure:  # fmt: skip
         """Draw a heat map over modules and steps.
 
         Args:
             path: Path or URL to also save the picture to.
-            quantity: `"headroom_bits"` (red: overflows, white: just fits, pale blue: room), `"underflow_fraction"`,
-                `"subnormal_fraction"`, `"sqnr_db"` or `"cosine"`.
+            quantity: `"headroom_bits"` (dark red: overflows), `"underflow_fraction"`, `"subnormal_fraction"`,
+                `"sqnr_db"` or `"cosine"`. `None`: the headroom of a run in fp16, the SQNR of other runs.
             max_rows: The most rows to draw: the worst ones, by their worst step. `None` draws all.
 
         Raises:
             ModuleNotFoundError: If matplotlib is not installed (`pip install matplotlib`).
             ValueError: If the quantity is not one of these, or `max_rows` is not a number of rows.
         """
-        return self._table.plot(quantity, path, max_rows=max_rows)
+        return self.table.plot(quantity, path, max_rows=max_rows)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -168,40 +161,35 @@ class GradientMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._first = FirstStep()
-        reason = why_not_twice(trainer, pl_module, "training_step", against_fp32=True)
-        self._runs = reason is None
+        self._runs = has_mixed_precision(self, trainer)
+        reason = why_not_twice(trainer, pl_module, "training_step", against_fp32=True) if self._runs else None
         if reason is not None:
+            self._runs = False
             _messages.info(f"`GradientMonitor` does not run: {reason}.")
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step < self._next_step or not self._runs:
-            return
-        if self._next_step == 0 and not self._first.is_applied(trainer):
-            return
-        self._sample(trainer, pl_module, batch, batch_idx)
+        if self._runs and trainer.global_step >= self._next_step and (self._next_step or self._is_settled(trainer)):
+            self._sample(trainer, pl_module, batch, batch_idx)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # No batch follows the first applied step in this fit, or no step was applied, so sample this batch.
-        if self._runs and self._next_step == 0 and not self._first.can_wait(trainer):
+        if not self._runs or len(self.table.last) != len(self.table):  # there are several samples
+            return
+        goes_on = not trainer.is_last_batch or trainer.current_epoch + 1 != trainer.max_epochs
+        if trainer.should_stop or 0 < trainer.max_steps <= trainer.global_step or not goes_on:
             self._sample(trainer, pl_module, batch, batch_idx)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        last = next((row for row in self._table.last if row.name == TOTAL), None)
-        if last is not None:
-            _messages.info(
-                f"GradientMonitor, step {last.step}, loss scale {exact(last.scale)}:\n{self._table}\n"
-                f"{self._verdict}".rstrip()
-            )
+        if self._verdict:
+            _messages.info(self._verdict)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        rows = [list(row) for row in self._table]
+        rows = [list(row) for row in self.table]
         return {"rows": rows, "largest": self._largest, "next_step": self._next_step, "verdict": self._verdict}
 
     @override
@@ -213,7 +201,7 @@ class GradientMonitor(Callback):
         saved = Saved(state_dict, "GradientMonitor")
         largest, next_step = saved.number("largest"), saved.count("next_step")
         rows, verdict = saved.rows("rows", GradientRow), str(saved.any("verdict"))
-        self._table, self._largest, self._next_step = GradientTable(rows), largest, next_step
+        self.table, self._largest, self._next_step = GradientTable(rows), largest, next_step
         self._verdict = verdict
 
     # -- work ----------------------------------------------------------------------------------------------------------
@@ -221,18 +209,12 @@ class GradientMonitor(Callback):
     def _sample(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Use the next multiple, so that a resumed run samples the same steps.
         self._next_step = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else 1.0
-        sample = take_sample(trainer, module, batch, batch_idx, self.by, scale, partial(self._report_failure, trainer))
+        report = partial(self._report_failure, trainer)
+        sampler = GradientSampler(trainer, module, batch, batch_idx, self.by, report)
+        sample = sampler.take(_scale(trainer))
         if sample is None:
             return
-        if sample.unseen and not self._said_unseen:
-            self._said_unseen = True
-            _messages.info(
-                f"`GradientMonitor` does not see into {named(sample.unseen)}, compiled by TorchScript: gradients of"
-                " parameters count, gradients of outputs do not."
-            )
-        self._table.add(sample.rows)
+        self.table.add(sample.rows)
         total = sample.rows[-1]
         if math.isfinite(total.largest):
             self._largest = max(self._largest, total.largest)
@@ -240,7 +222,7 @@ class GradientMonitor(Callback):
         if not math.isnan(total.sqnr_db):
             metrics[GRADIENT_SQNR_DB] = total.sqnr_db
         log_metrics(trainer, metrics)
-        self._examine(trainer, module, batch, batch_idx, sample)
+        self._judge(trainer, sample, sampler)
 
     def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
         then = ": it is left out"
@@ -248,22 +230,37 @@ class GradientMonitor(Callback):
             self._runs = trainer.world_size > 1  # do not turn off: the other ranks wait for this rank's figures
             then = ". Its batch is left out" if self._runs else ". It is off for the rest of this run"
         who = f"`GradientMonitor` on rank {trainer.global_rank}"
-        _messages.warn_on_this_rank(f"{who}: {failure.text}{then}, training goes on.")
+        if self._is_news(failure.reason):
+            _messages.warn_on_this_rank(f"{who}: {failure.text}{then}, training goes on.")
 
-    def _examine(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, sample: Sample) -> None:
-        """Search for the cause of a fault in the sample, and keep the result for the end of the fit."""
-        scale, step = self.recommended_scale, sample.rows[-1].step
-        found = self._search.examine(trainer, module, batch, batch_idx, self.by, sample, scale)
-        if found.derivative is not None:
-            text = describe_derivative(found.derivative, found.scaled_grad_helps)
-            _messages.warn(f"`GradientMonitor`: {text}")
-        if found.fault is None:
-            self._verdict = describe_healthy(sample.rows, self._largest, scale)
-            return
-        faded = sample.rows[-1].largest / self._largest if self._largest > 0 else 1.0
-        self._verdict = describe_fault(found.fault, found.tried, faded=faded)
-        if found.fault.clipped:
-            if not self._said_clipped:
-                _messages.warn(f"`GradientMonitor`, step {step}: {self._verdict}")
-            self._said_clipped = True
-            self._verdict = "The gradient is clipped while it is multiplied with the loss scale: see the warning."
+    def _judge(self, trainer: Trainer, sample: GradientSample, sampler: GradientSampler) -> None:
+        """Try a setting against a new fault of the sample, and keep the words for the end of the fit."""
+        if sample.derivatives and self._is_news("derivative"):
+            _messages.warn(f"`GradientMonitor`: {describe_derivative(sample.derivatives[0])}")
+        bad, key, scale = sample.bad(), None, self.recommended_scale
+        if bad and not sample.clipped and math.isfinite(sample.rows[-1].largest):
+            key = bad[0].name, bad[0].rounds_to_zero
+            if key not in self._found and len(self._found) < _MAX_CAUSES:
+                self._found[key] = lost_in_training(trainer, sample, sampler, scale)
+        self._verdict = describe_gradient(sample, scale, self._found.get(key) if key else None)
+        if sample.clipped and bad and self._is_news("clipped"):
+            _messages.warn(self._verdict)
+
+    def _is_settled(self, trainer: Trainer) -> bool:
+        """Return whether a step was applied, or waiting takes too long. This waits for the device."""
+        plugin, scale = trainer.precision_plugin, _scale(trainer)
+        before, self._last_scale = self._last_scale, scale
+        if trainer.global_step == 0:
+            return False
+        applied = plugin.num_steps > 0 if isinstance(plugin, AmpPrecision) else scale >= before
+        return applied or trainer.global_step > _PATIENCE
+
+    def _is_news(self, kind: str) -> bool:
+        is_news = kind not in self._said
+        self._said.add(kind)
+        return is_news
+
+
+def _scale(trainer: Trainer) -> float:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else 1.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,22 +14,29 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
 from lightning_amp import _messages
-from lightning_amp._arguments import is_count, require, require_bool, require_choice
+from lightning_amp._arguments import is_count, is_number, require, require_bool, require_choice
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp._text import named
-from lightning_amp.callbacks._comparison_tolerance import OnExceed, Tolerance, require_tolerance
 from lightning_amp.callbacks._trainers import (
     add_callback_metrics,
     evaluation_names,
+    has_mixed_precision,
     log_evaluation_metrics,
     require_lightning_trainer,
     why_not_twice,
 )
-from lightning_amp.causes.metric import MetricSearch
-from lightning_amp.findings import ComparisonRow, EvaluationReport, ModuleRow
-from lightning_amp.reports import MAX_ROWS, ComparisonTable, ModuleTable
+from lightning_amp.causes import lost_in_evaluation, nonfinite_names
+from lightning_amp.findings import WRONG_DB, ComparisonRow, LostPrecision, ModuleRow
+from lightning_amp.reports import (
+    MAX_ROWS,
+    ComparisonTable,
+    ModuleTable,
+    describe_both,
+    describe_comparison,
+    describe_difference,
+    describe_one_sided,
+)
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import ComparedEvaluation, Failure, PairedEvaluation, Stage
+from lightning_amp.shadow import Failure, PairedEvaluation, gather
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,6 +47,12 @@ ABS_DIFF_PREFIX = "amp/abs_diff/"
 
 _AXES = {"step", "epoch"}
 """Lightning uses these two names, if a user logs them, as axes of the plots."""
+
+
+_MAX_SEARCHES = 3
+"""The number of searches without a result after which a run stops searching."""
+
+OnExceed = Literal["warn", "raise"]
 
 
 @final
@@ -67,28 +80,26 @@ class MetricComparison(Callback):
     NaN as long as no comparison worked. `<metric>` is each name that `trainer.callback_metrics` has: `val_loss`,
     `val_loss_epoch`, `val_loss/dataloader_idx_1`. A logged `step` or `epoch` is an axis and not compared.
 
-    `trainer.validate()` and `trainer.test()` compare too and print the table. `.table` has the rows of all comparisons.
+    `trainer.validate()` and `trainer.test()` compare too. `.table` has the rows of all comparisons. One line at the end
+    names the metric that differs most.
 
-    The callback searches for the cause if a metric is NaN or infinite, or is off by a few per cent and more than noise.
-    This happens once per run: the first batch that shows the fault runs again in both precisions. One warning names the
-    batch and the first module or operation whose output is wrong. It also names the `fp32_modules` or `eval_precision`
-    that corrected the batch in a trial. If fp32 is not finite either, the warning names the data,
-    weights or operation to blame. :attr:`report` has the same as data. If nothing in the step is wrong, only the table
-    shows the difference.
+    The callback looks for the module to blame, once per run, if a metric exceeds `tolerance`, is not finite where fp32
+    is, or is off by a quarter. It runs the first batches of the evaluation again in both precisions. One warning names
+    the module whose output is furthest from fp32, although its inputs are close. It says whether
+    `fp32_modules=[module]` and `eval_precision="fp32"` helped in a trial. :attr:`report` has the same as data.
 
     Training is bit-identical with and without the callback: the shadow has its own parameters, buffers, metrics, lists,
     logger and trainer attributes. User code outside of the module (prints, files, global variables) runs twice in a
-    compared validation. The shadow leaves out an attribute that cannot be copied (an open file, a generator). If
-    `validation_step` uses it, the callback names it and stops comparing. Forward hooks run in the shadow too, because
-    they may change its results. Objects on the module are copies there. Objects that cannot be copied, or that do not
-    belong to the module, are the originals. Weights, buffers and batches in half precision are upcast for the fp32
-    side; there, casts to half precision in your code (`x.bfloat16()`) leave float32.
+    compared validation. If `validation_step` uses an attribute that cannot be copied (an open file, a generator), the
+    callback names it and stops comparing. Forward hooks run in the shadow too, because they may change its results.
+    Weights, buffers and batches in half precision are upcast for the fp32 side; there, casts to half precision in your
+    code (`x.bfloat16()`) leave float32.
 
     Cost: a compared validation takes the fp32 pass and one copy of parameters, buffers, metric states and other
-    attributes. It holds these, one batch, and the activations of one fp32 step in memory. It does not stop the GPU
-    between batches; at the end it reads each metric once, as Lightning does. Compiled modules run eagerly in the
-    shadow. You do not want it in every epoch when validation takes a large part of the training time: use
-    `every_n_epochs` or `limit_batches`.
+    attributes. It holds these, copies of the first 8 batches of each loader (up to 256 MiB), and the activations of one
+    fp32 step in memory. It does not stop the GPU between batches; at the end it reads each metric once, as Lightning
+    does. Compiled modules run eagerly in the shadow. You do not want it in every epoch when validation takes a large
+    part of the training time: use `every_n_epochs` or `limit_batches`.
 
     Limits: hooks before the first batch (`on_validation_epoch_start`) run once, outside of autocast; the shadow takes
     over the state after them. Metrics that callbacks log exist on one side only and are named in a warning. Another
@@ -96,7 +107,7 @@ class MetricComparison(Callback):
     A step that draws random numbers in half precision (`torch.randn_like` of an activation) draws different numbers in
     float32, at least on the CPU. Modules that take a `dataloader_iter` are not compared.
 
-    If the module has no `validation_step` or no validation runs, the callback does nothing and logs a line. It works on
+    Without mixed precision, a `validation_step` or a validation, the callback does nothing and logs a line. It works on
     one device and in DDP. With FSDP and tensor parallelism the module itself runs a second time instead of a copy. Each
     rank has its own values if they are not reduced (`sync_dist=False`), and rank 0 logs its own.
 
@@ -110,11 +121,15 @@ class MetricComparison(Callback):
             cut short.
         tolerance: Largest absolute difference to accept, in the unit of the metric. It is one number for all, or a
             mapping with one number for each metric of validation and test. NaN on one side only always exceeds it.
-            `None` accepts all. A name that the module does not log is an error in the sanity check. If the module's
-            code contains that name or reads `sanity_checking`, it is an error only in the first comparison.
+            `None` accepts all. A name that the first comparison does not log is an error.
         on_exceed: `"warn"`, or `"raise"` a `RuntimeError` at the end of the validation, on all ranks.
         by_module: Also compare the outputs of each module, over all compared batches: :attr:`module_table`. It costs a
             copy of all activations of one fp32 step, and some passes over them. Compiled modules are left out.
+
+    Attributes:
+        table: All values compared so far, in rows of `epoch, step, metric, amp, fp32, diff, relative_diff`.
+        module_table: The outputs of modules compared so far; empty without `by_module=True`.
+        report: The module to blame for a metric that went wrong, and what was tried; `None` if none did so far.
     """
 
     def __init__(
@@ -133,7 +148,10 @@ class MetricComparison(Callback):
         advice = "Leave it out to compare over all batches."
         fine = limit_batches is None or is_count(limit_batches) or is_share
         require(fine, "limit_batches", rule, limit_batches, advice)
-        require_tolerance(tolerance)
+        numbers: Any = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"": tolerance}
+        fine = all(isinstance(k, str) and is_number(v, finite=False) and v >= 0 for k, v in numbers.items())
+        rule = "a number of at least 0, a mapping from metric names to such numbers or `None`"
+        require(fine, "tolerance", rule, tolerance, "It is absolute, in the unit of the metric.")
         require_bool("by_module", by_module)
         require_choice("on_exceed", on_exceed, ("warn", "raise"), '"warn" lets training go on.')
         self.every_n_epochs = every_n_epochs
@@ -146,41 +164,23 @@ class MetricComparison(Callback):
         self._begin_run()
 
     def _forget(self) -> None:
-        self._table = ComparisonTable(tolerance=self.tolerance)
-        self._module_table = ModuleTable()
-        self._num_validations = 0
-        self._search = MetricSearch()
-
-    @property
-    def table(self) -> ComparisonTable:
-        """Return all values compared so far, in rows of `epoch, step, metric, amp, fp32, diff, relative_diff`."""
-        return self._table
-
-    @property
-    def module_table(self) -> ModuleTable:
-        """Return the outputs of modules compared so far; empty without `by_module=True`."""
-        return self._module_table
-
-    @property
-    def report(self) -> EvaluationReport | None:
-        """Return why a metric went wrong; its text is the warning. `None` if no metric went wrong so far."""
-        return self._search.reports[0] if self._search.reports else None
+        self.table = ComparisonTable(tolerance=self.tolerance)
+        self.module_table = ModuleTable()
+        self._num_validations = self._num_searches = 0
+        self.report: LostPrecision | None = None
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write `.table` as CSV, with a header line, to a path or a URL. The file appears whole or not at all."""
-        self._table.to_csv(path)
+        self.table.to_csv(path)
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, max_rows: int | None = MAX_ROWS) -> Figure:
         """Draw each metric over epochs, in AMP and fp32, and the difference, as `table.plot` does."""
-        return self._table.plot(path, max_rows=max_rows)
+        return self.table.plot(path, max_rows=max_rows)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "rows": [list(row) for row in self._table],
-            "module_rows": [list(row) for row in self._module_table],
-            "num_validations": self._num_validations,
-        }
+        rows, module_rows = ([list(row) for row in table] for table in (self.table, self.module_table))
+        return {"rows": rows, "module_rows": module_rows, "num_validations": self._num_validations}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -189,13 +189,10 @@ class MetricComparison(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = Saved(state_dict, "MetricComparison")
-        num_validations = saved.count("num_validations")
-        rows = saved.rows("rows", ComparisonRow)
-        module_rows = saved.rows("module_rows", ModuleRow)
-        self._table = ComparisonTable(rows, tolerance=self.tolerance)
-        self._module_table = ModuleTable(module_rows)
-        self._num_validations = num_validations
-        self._resumed = bool(rows)
+        num_validations, module_rows = saved.count("num_validations"), saved.rows("module_rows", ModuleRow)
+        self.table = ComparisonTable(saved.rows("rows", ComparisonRow), tolerance=self.tolerance)
+        self.module_table, self._num_validations = ModuleTable(module_rows), num_validations
+        self._resumed = bool(self.table)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -208,27 +205,25 @@ class MetricComparison(Callback):
         if stage == "fit" and not self._last_trainer.goes_on(trainer):
             self._forget()
         step = "test_step" if stage == "test" else "validation_step"
-        if is_overridden(step, pl_module):
-            reason = why_not_twice(trainer, pl_module, step, against_fp32=True)
-            if reason is not None:
-                _messages.warn(f"`MetricComparison` does not run: {reason}.")
-        else:
+        if not has_mixed_precision(self, trainer):
+            self._runs = False
+        elif not is_overridden(step, pl_module):
+            self._runs = False
             reason = f"`{type(pl_module).__name__}` has no `{step}`, in which it would compare what is logged"
             _messages.info(f"`MetricComparison` stands aside: {reason}.")
-        self._runs = reason is None
+        elif reason := why_not_twice(trainer, pl_module, step, against_fp32=True):
+            self._runs = False
+            _messages.warn(f"`MetricComparison` does not run: {reason}.")
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._runs and not trainer.enable_validation:
-            _messages.info(
-                "`MetricComparison` stands aside: no validation runs in this fit. Give the trainer a validation loader,"
-                " and a `limit_val_batches` other than 0, to have it compare."
-            )
+            _messages.info("`MetricComparison` stands aside: no validation runs in this fit.")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resumed:  # callbacks that read a value before this run's first comparison find the previous values
-            add_callback_metrics(trainer, _as_metrics(trainer, self._table.last))
+            add_callback_metrics(trainer, _as_metrics(trainer, self.table.last))
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -240,13 +235,12 @@ class MetricComparison(Callback):
             self._num_validations += 1
             if self._num_validations % self.every_n_epochs and not is_first:
                 return
-        self._open(trainer, pl_module, "validation")
+        stage, report = "test" if trainer.testing else "validation", partial(self._report_failure, trainer)
+        self._current = PairedEvaluation(
+            trainer, pl_module, stage, self.limit_batches, report, by_module=self.by_module
+        )  # fmt: skip
 
-    @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close()
-        if self._runs:
-            self._open(trainer, pl_module, "test")
+    on_test_start = on_validation_start
 
     @override
     def on_validation_batch_start(
@@ -277,15 +271,12 @@ class MetricComparison(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The AMP values that the epoch-end hook logs exist only now.
-        if trainer.sanity_checking and self._runs:
-            self._tolerated.check_names(trainer, pl_module, evaluation_names(trainer) - _AXES)
         current, self._current = self._current, None
         if current is None:
             return
-        compared = current.finish()
-        self._runs = not current.failed_for_good
-        if compared is not None:
-            self._compare(trainer, pl_module, compared)
+        is_complete, self._runs = current.finish(), not current.failed_for_good
+        if is_complete:
+            self._compare(trainer, pl_module, current)
         elif trainer.state.fn == "fit":
             # A callback that monitors a difference must not end a run whose comparison failed.
             names = evaluation_names(trainer) - _AXES
@@ -296,7 +287,7 @@ class MetricComparison(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._table:
+        if self.table:
             self._print()
 
     @override
@@ -314,60 +305,73 @@ class MetricComparison(Callback):
             self._current.close()
         self._current = None
 
-    def _open(self, trainer: Trainer, module: LightningModule, stage: Stage) -> None:
-        report = partial(self._report_failure, trainer)
-        self._current = PairedEvaluation(trainer, module, stage, self.limit_batches, report, by_module=self.by_module)
-
     def _begin_run(self) -> None:
         self._runs = self._is_first = True
         self._resumed = False
         self._current: PairedEvaluation | None = None
         self._said: set[str] = set()
-        self._tolerated = Tolerance(self.tolerance, self.on_exceed)
 
-    def _compare(self, trainer: Trainer, module: LightningModule, compared: ComparedEvaluation) -> None:
-        amp, fp32 = compared.amp, compared.fp32
+    def _compare(self, trainer: Trainer, module: LightningModule, compared: PairedEvaluation) -> None:
+        amp, fp32, epoch = compared.amp, compared.fp32, trainer.current_epoch
         if self.by_module:
-            self._module_table.add(compared.module_rows)
-        self._tell(amp.keys() ^ fp32.keys(), compared.unseen)
-        self._tolerated.check_names(trainer, module, (amp.keys() | fp32.keys()) - _AXES)
-        rows = [
-            ComparisonRow.of(trainer.current_epoch, 0, name, amp[name], fp32[name])
-            for name in amp
-            if name in fp32 and name not in _AXES
-        ]
+            sums = compared.modules.items()
+            self.module_table.add(ModuleRow.of(epoch, trainer.global_step, name, one) for name, one in sums)
+        if amp.keys() != fp32.keys() and self._is_news("one side"):
+            _messages.warn(describe_one_sided(sorted(amp.keys() ^ fp32.keys())))
+        self._check_names(trainer, module, sorted((amp.keys() | fp32.keys()) - _AXES))
+        names = [name for name in amp if name in fp32 and name not in _AXES]
+        rows = [ComparisonRow.of(epoch, 0, name, amp[name], fp32[name]) for name in names]
+        if not rows and self._is_news("nothing"):
+            _messages.warn("`MetricComparison` has nothing to compare: nothing was logged with `on_epoch=True`.")
         if rows:
             metrics = _as_metrics(trainer, rows)
             add_callback_metrics(trainer, metrics)
             step = log_evaluation_metrics(trainer, metrics, amp.get("step"))
-            self._table.add(row._replace(step=step) for row in rows)
+            self.table.add(row._replace(step=step) for row in rows)
             if trainer.state.fn != "fit":
                 self._print()
-        elif self._is_news("nothing"):
-            _messages.warn("`MetricComparison` has nothing to compare: nothing was logged with `on_epoch=True`.")
-        if warning := self._search.investigate(trainer, module, compared, self._table if rows else ComparisonTable()):
-            _messages.warn(f"`MetricComparison`: {warning}")
-        if rows:
-            self._tolerated.judge(trainer, self._table)
+        self._judge(trainer, module, compared, is_new=bool(rows))
+
+    def _check_names(self, trainer: Trainer, module: LightningModule, logged: list[str]) -> None:
+        """Raise for names in `tolerance` that the first comparison does not log. All ranks must call this."""
+        if not isinstance(self.tolerance, Mapping) or not self._is_news("names"):
+            return
+        wanted, step = set(self.tolerance), "validation_step" if trainer.testing else "test_step"
+        if is_overridden(step, module):  # one tolerance serves validation and test
+            wanted = {name for name in wanted if ("test" in name.lower()) == trainer.testing}
+        unknown = sorted(wanted.difference(logged))
+        # The other ranks do not have a metric that is logged on rank 0 only.
+        if trainer.strategy.reduce_boolean_decision(bool(unknown), all=True):
+            raise ValueError(f"`tolerance` names metrics that are not logged: {unknown}. Choose from {logged}")
+
+    def _judge(self, trainer: Trainer, module: LightningModule, compared: PairedEvaluation, *, is_new: bool) -> None:
+        """Warn of a metric that went wrong, once with its module, or raise. All ranks must call this."""
+        ranks = gather(trainer, (self.table.suspect(), self.table.exceeding()) if is_new else (None, ""))
+        row = next((row for row, _ in ranks if row is not None), None)
+        exceeding = next((text for _, text in ranks if text), "")
+        if row is None:
+            return
+        report, searches = None, self._num_searches < _MAX_SEARCHES
+        self._num_searches += searches
+        if not exceeding and not math.isfinite(row.fp32):
+            if searches:
+                self._num_searches = _MAX_SEARCHES
+                _messages.warn(describe_both(row, nonfinite_names(trainer, module, compared)))
+            return
+        if searches:
+            report = lost_in_evaluation(trainer, module, compared, row)
+        is_certain = report is not None and report.is_cured and report.output_sqnr_db < WRONG_DB
+        if exceeding or (searches and (is_certain or not math.isfinite(row.amp))):
+            self.report, self._num_searches = self.report or report, _MAX_SEARCHES
+            text = describe_difference(row, exceeding, report, searches)
+            if exceeding and self.on_exceed == "raise":
+                raise RuntimeError(text)
+            _messages.warn(text)
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
     def _print(self) -> None:
-        text = f"MetricComparison, epoch {self._table[-1].epoch}:\n{self._table}"
-        _messages.info(f"{text}\n\n{self._module_table}" if self._module_table else text)
-
-    def _tell(self, one_sided: Iterable[str], unseen: list[str]) -> None:
-        """Name the values that are not compared, once per run."""
-        if unseen and self._is_news("unseen"):
-            _messages.info(
-                f"`MetricComparison` does not look into {named(unseen)}, which is compiled: `.module_table` has no rows"
-                " for what is inside."
-            )
-        if one_sided and self._is_news("one side"):
-            _messages.warn(
-                f"`MetricComparison`: logged on one side only and not compared: {', '.join(sorted(one_sided))}. A"
-                " callback logs them, or the module does so depending on a value."
-            )
+        _messages.info(describe_comparison(self.table.worst_first()))
 
     def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
         """Warn, on the rank where it happened, of the failure that ended a comparison."""
@@ -380,13 +384,11 @@ class MetricComparison(Callback):
         return is_news
 
 
-def _as_metrics(trainer: Trainer, rows: Iterable[ComparisonRow]) -> dict[str, torch.Tensor]:
+def _as_metrics(trainer: Trainer, rows: Sequence[ComparisonRow]) -> dict[str, torch.Tensor]:
     """Return three values for each row, as `trainer.callback_metrics` holds them."""
-    metrics: dict[str, float] = {}
-    for row in rows:
-        metrics[FP32_PREFIX + row.metric] = row.fp32
-        metrics[DIFF_PREFIX + row.metric] = row.diff
-        metrics[ABS_DIFF_PREFIX + row.metric] = abs(row.diff)
     device = trainer.strategy.root_device
+    values = ((FP32_PREFIX, "fp32"), (DIFF_PREFIX, "diff"))
+    metrics = {prefix + row.metric: getattr(row, field) for row in rows for prefix, field in values}
+    metrics |= {ABS_DIFF_PREFIX + row.metric: abs(row.diff) for row in rows}
     # Some devices have no float64.
     return {key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in metrics.items()}

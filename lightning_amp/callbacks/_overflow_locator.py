@@ -17,27 +17,26 @@ from torch.optim import Optimizer
 from typing_extensions import final, override
 
 from lightning_amp import _messages
-from lightning_amp._arguments import require_count
+from lightning_amp._arguments import is_count, require_count
 from lightning_amp._compat import _modules
 from lightning_amp._files import child, location, write_atomically
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
-from lightning_amp._text import named
-from lightning_amp.callbacks._trainers import is_log_point, log_metrics, require_lightning_trainer, why_not_twice
-from lightning_amp.causes.overflow import (
-    Explained,
-    KnownCauses,
-    blank_report,
-    explain,
-    largest_weight,
-    origins,
+from lightning_amp._text import counted, named
+from lightning_amp.callbacks._trainers import (
+    has_mixed_precision,
+    is_log_point,
+    log_metrics,
+    require_lightning_trainer,
+    why_not_twice,
 )
+from lightning_amp.causes.overflow import blank_report, explain, largest_weight, origins
 from lightning_amp.findings import StepRecord
 from lightning_amp.numerics import dense, stack_scalars
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.reports import OverflowReport
+from lightning_amp.reports import Overflow
 from lightning_amp.scaling import Saved, Subscription
-from lightning_amp.shadow import BatchWindow, gather
+from lightning_amp.shadow import BatchWindow, gather, in_one_line
 
 OVERFLOWS = "amp/overflows"
 _STATISTICS = ("running_mean", "running_var")
@@ -131,15 +130,17 @@ class OverflowLocator(Callback):
         self._begin_fit()
 
     def _forget(self) -> None:
-        self._causes = KnownCauses(self.max_reports)
+        self._reports: list[Overflow] = []  # one for each cause, and each rank that shows it
+        self._num_overflows = self._num_harmless = self._num_repeated = 0
+        self._latest: tuple[int, str] | None = None  # the last skip, and the key of its cause
         self._warned_of_folder = False
-        self._num_overflows = 0
 
     def _begin_fit(self) -> None:
         self._plugin: AmpPrecision | None = None
         self._counting: Subscription | None = None
         self._looking: Subscription | None = None
         self._window = BatchWindow()
+        self._failure = ""
         # steps that were skipped, or had a loss that is not finite, and were not run again yet
         self._steps: list[StepRecord] = []
         self._num_attempted = 0
@@ -148,13 +149,13 @@ class OverflowLocator(Callback):
         self._bad_rate: tuple[int, float] | None = None
 
     @property
-    def reports(self) -> list[OverflowReport]:
-        """Return the reports of all fits of one Trainer, on at most `max_reports` skipped steps.
+    def reports(self) -> list[Overflow]:
+        """Return the reports of all fits of one Trainer: one for each cause.
 
-        All ranks have the same reports: one for each step and rank that found a cause. If no rank found the cause of a
+        All ranks have the same reports: one for each cause and rank that shows it. If no rank found the cause of a
         step, it has the report of rank 0.
         """
-        return list(self._causes.reports)
+        return list(self._reports)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -170,6 +171,8 @@ class OverflowLocator(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plugin = trainer.strategy.precision_plugin
         self._steps_seen = trainer.global_step
+        if not has_mixed_precision(self, trainer):
+            return
         _warn_of_bad_values(pl_module)
         if not isinstance(plugin, AmpPrecision):
             _messages.info(
@@ -178,11 +181,11 @@ class OverflowLocator(Callback):
             )
             return
         self._plugin = plugin
-        self._counting = plugin.records.subscribe(self._count, before_update=self._note_rate, cause=self._causes.since)
+        self._counting = plugin.records.subscribe(self._count, before_update=self._note_rate, cause=self._since)
         reason = why_not_twice(trainer, pl_module, "training_step")
         if reason is not None:
             _messages.info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
-        elif not self._causes.is_complete:
+        elif not self._is_complete:
             self._looking = plugin.records.subscribe(self._receive, at_once=True, on_bad_loss=self._on_bad_loss)
             self._num_attempted = plugin.records.num_attempted
             if self._largest_weight is None:  # a resumed run keeps the value from its first start
@@ -191,7 +194,10 @@ class OverflowLocator(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._is_looking:
-            self._window.add(batch, batch_idx, trainer.strategy.root_device.type)
+            try:
+                self._window.add(batch, batch_idx, trainer.strategy.root_device.type)
+            except Exception as error:  # such as a batch that cannot be copied
+                self._failure = self._failure or in_one_line(error)
 
     @override
     def on_train_batch_end(
@@ -200,7 +206,7 @@ class OverflowLocator(Callback):
         if self._plugin is None:
             return
         if self._is_looking:
-            self._explain(trainer, pl_module)
+            self._look(trainer, pl_module)
         before, self._steps_seen = self._steps_seen, trainer.global_step
         if is_log_point(trainer, before):
             self._plugin.records.flush()
@@ -208,8 +214,14 @@ class OverflowLocator(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if summary := self._causes.summary():
-            _messages.info(f"OverflowLocator: {summary}.")
+        parts: list[str] = []
+        if self._num_harmless:
+            steps = counted(self._num_harmless, "step")
+            parts.append(f"{steps} skipped while the scale settled, which is how dynamic scaling works")
+        if self._num_repeated:
+            parts.append(f"{counted(self._num_repeated, 'step')} more skipped for a cause that was reported")
+        if parts:
+            _messages.info(f"OverflowLocator: {'; '.join(parts)}.")
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -218,7 +230,7 @@ class OverflowLocator(Callback):
                 with contextlib.suppress(Exception):
                     self._plugin.records.flush()
             elif self._is_looking:  # the plugin raised after the last skip, before the end of the batch
-                self._explain(trainer, pl_module)
+                self._look(trainer, pl_module)
         self._detach()  # Lightning calls no `teardown` after an exception
 
     @override
@@ -235,7 +247,11 @@ class OverflowLocator(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._plugin is not None:
             self._plugin.flush()  # hooks may have stepped since the last batch
-        state = {"num_overflows": self._num_overflows, **self._causes.state()}
+        state: dict[str, Any] = {
+            "num_overflows": self._num_overflows,
+            "counts": [self._num_harmless, self._num_repeated],
+        }
+        state["causes"] = [report.as_dict() for report in self._reports]
         return state if self._largest_weight is None else {**state, "largest_weight": self._largest_weight}
 
     @override
@@ -245,10 +261,20 @@ class OverflowLocator(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = Saved(state_dict, "OverflowLocator")
-        num_overflows, causes = saved.count("num_overflows"), KnownCauses(self.max_reports)
-        causes.restore(saved, state_dict)
-        largest_weight = saved.number("largest_weight") if "largest_weight" in state_dict else None
-        self._num_overflows, self._causes, self._largest_weight = num_overflows, causes, largest_weight
+        num_overflows = saved.count("num_overflows")
+        if "counts" not in state_dict:  # the layout of an earlier version, whose reports are dropped
+            self._num_overflows = num_overflows
+            return
+        try:
+            reports = [Overflow.from_dict(values) for values in saved.entries("causes")]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise saved.wrong("causes", "a list of reports, as `Overflow.as_dict()` writes them") from error
+        counts = saved.entries("counts")
+        if not (len(counts) == 2 and all(is_count(number, 0) for number in counts)):
+            raise saved.wrong("counts", "two whole numbers of 0 or more")
+        self._largest_weight = saved.number("largest_weight") if "largest_weight" in state_dict else None
+        self._num_overflows, (self._num_harmless, self._num_repeated) = num_overflows, counts
+        self._reports = reports
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -284,50 +310,80 @@ class OverflowLocator(Callback):
         if bad and self._bad_rate is None:
             self._bad_rate = step, bad[0]
 
-    def _explain(self, trainer: Trainer, module: LightningModule) -> None:
+    @property
+    def _known(self) -> set[str]:
+        return {report.key for report in self._reports}
+
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._known) >= self.max_reports
+
+    def _since(self, step: int) -> str:
+        """Write the cause of the last skip, and the advice; return an empty text if the skip was before this step."""
+        if self._latest is None or self._latest[0] < step:
+            return ""
+        text = next((report.in_one_line for report in self._reports if report.key == self._latest[1]), "")
+        return text and f"The cause, as `OverflowLocator` found it: {text}."
+
+    def _look(self, trainer: Trainer, module: LightningModule) -> None:
+        """Find out why steps were skipped. A failure in here ends the search, and never the fit."""
         assert self._plugin is not None
         steps, self._steps = self._steps, []
-        if steps and self._window:
-            mine: Explained | None = None
-            for record in steps:
-                if self._causes.is_complete:
-                    break
-                blank = blank_report(trainer, module, self._window, record, self._largest_weight)
-                if mine is None:
-                    mine = explain(trainer, module, self._window, blank, self._causes.known)
-                else:  # the step of another optimizer, with the same batches
-                    same = {"record": record, "precision": blank.precision, "scale_is": blank.scale_is}
-                    mine = mine._replace(report=replace(mine.report, **same))
-                self._report(trainer, mine)
+        try:
+            if steps and (self._window or self._failure):
+                self._explain(trainer, module, steps)
+        except Exception as error:
+            self._failure = in_one_line(error)
+        if self._failure and (steps or trainer.world_size == 1):  # after a skip, all ranks stop together
+            reason, self._failure = self._failure, ""
+            _messages.warn(f"`OverflowLocator` looks no more: {reason}. Training goes on; skipped steps are counted.")
+            self._stop_looking()
         num_attempted = self._plugin.records.num_attempted
         if num_attempted != self._num_attempted:  # the next window begins
             self._num_attempted = num_attempted
             self._window.clear()
-        if self._causes.is_complete:
+        if self._is_complete:
             self._stop_looking()
 
-    def _report(self, trainer: Trainer, mine: Explained) -> None:
+    def _explain(self, trainer: Trainer, module: LightningModule, steps: list[StepRecord]) -> None:
+        self._failure = next(filter(None, gather(trainer, self._failure)), "")
+        if self._failure:
+            return
+        mine: Overflow | None = None
+        for record in steps:
+            if self._is_complete:
+                break
+            blank = blank_report(trainer, module, self._window, record, self._largest_weight)
+            if mine is None:
+                mine = explain(trainer, module, self._window, blank, self._known)
+            else:  # the step of another optimizer, with the same batches
+                mine = replace(mine, record=record, scale_is=blank.scale_is)
+            self._report(trainer, mine)
+
+    def _report(self, trainer: Trainer, mine: Overflow) -> None:
         """Report a step to all ranks. All ranks make this call for the same step, because they agree on skips."""
-        report = mine.report
-        if report.cause == "weights" and self._bad_rate is not None:
-            report = replace(report, cause="learning rate", bad_rate=self._bad_rate)
-        everybodys = gather(trainer, mine._replace(report=report))
-        found = [one for one in everybodys if one.report.cause != "not reproduced" or one.report.note]
-        found = origins(trainer, found)
-        taken = self._causes.add(found or everybodys[:1])
-        if trainer.global_rank == 0:
-            self._print([report for report in taken if not report.is_repeated])
-            self._save(taken)
+        if mine.cause == "weights" and self._bad_rate is not None:
+            mine = replace(mine, cause="learning rate", bad_rate=self._bad_rate)
+        everybodys = gather(trainer, mine)
+        found = [one for one in everybodys if one.cause != "not reproduced" or one.note]
+        faults = [one for one in origins(trainer, found) or everybodys[:1] if not one.is_harmless]
+        skipped, known = mine.record.skipped, self._known
+        if skipped:
+            self._latest = (mine.record.index, faults[0].key) if faults else None
+            self._num_harmless += not faults
+        new = [one for one in faults if one.key not in known]
+        self._num_repeated += bool(faults) and not new and skipped
+        self._reports += new
+        if new and trainer.global_rank == 0:
+            with own_lines():
+                for report in new:
+                    _log.warning(str(report))
+                if self._is_complete:
+                    causes = "1 cause" if self.max_reports == 1 else f"{self.max_reports} different causes"
+                    _log.warning(f"OverflowLocator: {causes} reported; it looks no more in this run.")
+            self._save(new)
 
-    def _print(self, reports: list[OverflowReport]) -> None:
-        with own_lines():
-            for report in reports:
-                _log.warning(f"OverflowLocator: {report}")
-            if reports and self._causes.has_all_causes:
-                causes = "1 cause" if self.max_reports == 1 else f"{self.max_reports} different causes"
-                _log.warning(f"OverflowLocator: {causes} reported; it looks no more in this run.")
-
-    def _save(self, reports: list[OverflowReport]) -> None:
+    def _save(self, reports: list[Overflow]) -> None:
         if self.dirpath is None:
             return
         try:

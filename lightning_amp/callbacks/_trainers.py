@@ -17,6 +17,9 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
+from lightning_amp import _messages
+from lightning_amp.precision import AmpPrecision
+
 
 def require_lightning_trainer(callback: Callback, trainer: Any) -> None:
     """Raise a `TypeError` for a `pytorch_lightning.Trainer`."""
@@ -27,6 +30,18 @@ def require_lightning_trainer(callback: Callback, trainer: Any) -> None:
             " two packages do not mix: use `import lightning as L` and `L.Trainer(...)`, with a module derived from"
             " `L.LightningModule`."
         )
+
+
+def has_mixed_precision(callback: Callback, trainer: Trainer) -> bool:
+    """Return whether a precision plugin computes in half precision, or is ours; else log the reason to stand aside."""
+    plugin = trainer.precision_plugin
+    found = isinstance(plugin, AmpPrecision) or str(plugin.precision) != "32-true"
+    if not found:
+        _messages.info(
+            f"`{type(callback).__name__}` stands aside: this run has no mixed precision. Pass"
+            " `plugins=[AmpPrecision(...)]` to the Trainer."
+        )
+    return found
 
 
 def log_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:

@@ -222,7 +222,7 @@ class Comparison:
             return
         for spec in specs:
             bar.begin(f"{spec.label}, seed {spec.seed}")
-            yield run_in_process(spec, bar.move)
+            yield run_in_process(spec, bar.tick)
 
     def _spec(self, label: str, seed: int, scratch: Path) -> Spec:
         folder = scratch if self._store is None else self._store.folder or scratch

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lightning_amp._arguments import require
-from lightning_amp.compare._process import Call, OnProgress, run_packed
+from lightning_amp.compare._process import Call, run_packed
 from lightning_amp.compare._run import Run, from_data
 from lightning_amp.compare._spec import Spec, pack
 
@@ -30,9 +30,9 @@ def check_executor(executor: object) -> None:
     require(fine, "executor", rule, executor, none="or `None`")
 
 
-def run_in_process(spec: Spec, on_progress: OnProgress) -> Run:
+def run_in_process(spec: Spec, tick: Callable[[], object]) -> Run:
     """Train in a new process on this machine: see :func:`~lightning_amp.compare._process.run_packed`."""
-    return run_packed(pickle.loads(pack(spec)), on_progress)
+    return run_packed(pickle.loads(pack(spec)), tick)
 
 
 def run_on(executor: Any, specs: Sequence[Spec]) -> Iterator[Run]:

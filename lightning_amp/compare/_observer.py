@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,8 +28,6 @@ class Observer(Callback):
     """Notes the curves, the times and the memory of one run.
 
     Args:
-        report: Gets the share of the training that is done, or `None` if it is unknown, and a text; a few times a
-            second.
         margins: The first validation must log their metrics.
 
     Raises:
@@ -38,9 +35,8 @@ class Observer(Callback):
 
     """
 
-    def __init__(self, report: Callable[[float | None, str], None], margins: Mapping[str, Margin]) -> None:
-        self._report, self._margins = report, margins
-        self._reported_s = 0.0
+    def __init__(self, margins: Mapping[str, Margin]) -> None:
+        self._margins = margins
         self._memory: PeakMemory | None = None
         self._losses: list[tuple[int, Any]] = []
         self._stride = 1
@@ -85,9 +81,6 @@ class Observer(Callback):
                 self._close_memory()
                 self.watch.resume()
         self._keep_loss(self.watch.num_laps, outputs)
-        if time.monotonic() - self._reported_s > 0.2:
-            self._reported_s = time.monotonic()
-            self._report(*_progress(trainer, self.watch.num_laps))
 
     def _keep_loss(self, step: int, outputs: Any) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -166,13 +159,3 @@ def num_rows(batch: Any) -> int | None:
             return extract_batch_size(batch)
         except Exception:  # a batch may have any structure
             return None
-
-
-def _progress(trainer: Trainer, num_laps: int) -> tuple[float | None, str]:
-    """Return the share of the training that is done, and the epoch as a text."""
-    text, epochs = f"epoch {trainer.current_epoch + 1}", trainer.max_epochs or -1
-    if trainer.max_steps > 0:
-        return trainer.global_step / trainer.max_steps, text
-    if epochs < 0:
-        return None, text
-    return num_laps / (epochs * trainer.num_training_batches), f"{text}/{epochs}"

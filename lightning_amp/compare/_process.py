@@ -27,10 +27,7 @@ from lightning_amp.compare._run import Run, from_data, to_data
 IN_AN_ARM = "LIGHTNING_AMP_ARM"
 """Environment variable that is set in the process of an arm."""
 
-RESULT, PROGRESS = "result.json", "progress.json"
-
-OnProgress = Callable[[float | None, str], object]
-"""Gets the share of the training that is done (`None` if unknown) and a text, several times a second."""
+RESULT = "result.json"
 
 _CHILD = str(Path(__file__).with_name("_child.py"))
 _LOG_LINES = 60
@@ -93,7 +90,7 @@ def versions() -> dict[str, str]:
     return {**packages, "lightning_amp": sys.modules["lightning_amp"].__version__}
 
 
-def run_packed(header: dict[str, Any], on_progress: OnProgress = lambda *_: None) -> Run:
+def run_packed(header: dict[str, Any], tick: Callable[[], object] = lambda: None) -> Run:
     """Run a training in a new process on this machine, and return its record, or one with the error that ended it.
 
     The process inherits the environment and the current folder, and has the torch settings (threads, TF32) of the
@@ -102,7 +99,7 @@ def run_packed(header: dict[str, Any], on_progress: OnProgress = lambda *_: None
 
     Args:
         header: The result of :func:`~lightning_amp.compare._spec.pack`, unpickled.
-        on_progress: Gets the progress.
+        tick: Is called while the run trains, several times a second.
 
     Raises:
         KeyboardInterrupt: If it was interrupted; the process has ended by then.
@@ -129,7 +126,7 @@ def run_packed(header: dict[str, Any], on_progress: OnProgress = lambda *_: None
             while (code := process.poll()) is None:
                 if HERE.stop is not None and HERE.stop.is_set():
                     raise KeyboardInterrupt
-                on_progress(*_progress(folder))
+                tick()
                 time.sleep(0.02)
         finally:
             if process.poll() is None:
@@ -167,14 +164,6 @@ def _kill(process: subprocess.Popen[bytes] | Server) -> None:
             else:
                 os.kill(process.pid, signal.SIGTERM)
         time.sleep(0.01)
-
-
-def _progress(folder: Path) -> tuple[float | None, str]:
-    try:
-        share, text = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
-        return share, text
-    except (OSError, ValueError):  # missing or half written
-        return None, "starting"
 
 
 def _outcome(header: Mapping[str, Any], folder: Path, log: Path, code: int) -> Run:

@@ -14,20 +14,19 @@ class Progress(tqdm):  # type: ignore[type-arg]
 
     def __init__(self, total: int) -> None:
         super().__init__(total=total, file=sys.stderr, disable=None, leave=False, dynamic_ncols=True)  # not in a pipe
-        self._done, self._name = 0, ""
+        self._done = 0
 
     def begin(self, name: str) -> None:
         """Note that a run begins."""
-        self._name = name
+        self.set_description(name)
 
-    def move(self, share: float | None, text: str) -> None:
-        """Show how far the run is: its share from 0 to 1, or `None`, and a text."""
-        self.n = round(self._done + (share or 0.0), 2)
-        self.set_description(f"{self._name}: {text}")
+    def tick(self) -> None:
+        """Show the time so far, now and then."""
+        self.update(0)
 
     def finish(self, text: str) -> None:
         """Show how a run ended."""
         self._done += 1
         self.total = max(self.total, self._done)
         self.write(f"[{self._done}/{self.total}] {text}", file=sys.stderr)
-        self.move(None, "ended")
+        self.update()

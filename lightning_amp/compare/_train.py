@@ -28,7 +28,7 @@ from lightning_amp.callbacks import MetricComparison, ScaleMonitor
 from lightning_amp.casting import our_name
 from lightning_amp.compare._local_devices import visible_devices
 from lightning_amp.compare._observer import Observer
-from lightning_amp.compare._process import PROGRESS, RESULT, versions
+from lightning_amp.compare._process import RESULT, versions
 from lightning_amp.compare._run import Point, Run, to_data
 from lightning_amp.compare._settings import apply_settings
 from lightning_amp.compare._spec import Spec
@@ -41,7 +41,7 @@ def main(folder: str, header: Mapping[str, Any], started: float) -> None:
     """Train, and write the record of the run into `folder`.
 
     Args:
-        folder: Gets the record and the progress.
+        folder: Gets the record.
         header: The result of :func:`~lightning_amp.compare._spec.pack`, unpickled.
         started: The time at which the process began, as `time.time()`.
 
@@ -49,7 +49,7 @@ def main(folder: str, header: Mapping[str, Any], started: float) -> None:
     apply_settings(header["settings"])
     spec: Spec = pickle.loads(header["spec"])
     _name_what_came_by_value()
-    run = train(spec, Path(folder), started, header["folder"])
+    run = train(spec, started, header["folder"])
     if _lightning.is_rank_zero():
         write_atomically(Path(folder) / RESULT, lambda file: json.dump(to_data(run), file, allow_nan=False))
 
@@ -62,9 +62,9 @@ def _name_what_came_by_value() -> None:
             main.setdefault(thing.__name__, thing)
 
 
-def train(spec: Spec, folder: Path, started: float, work_folder: str = "") -> Run:
-    """Train as a user would by hand, and return the record of the run; the progress is written into `folder`."""
-    observer = Observer(lambda *progress: _say(folder, progress), spec.margins)
+def train(spec: Spec, started: float, work_folder: str = "") -> Run:
+    """Train as a user would by hand, and return the record of the run."""
+    observer = Observer(spec.margins)
     trainer: Trainer | None = None
     error: str | None = None
     try:
@@ -192,12 +192,6 @@ def _device_ids(trainer: Trainer | None) -> tuple[str, ...]:
         return tuple(f"cuda:{torch.cuda.get_device_properties(i).uuid}" for i in trainer.device_ids)
     names = visible_devices(device.type)
     return tuple(f"{device.type}:{names[i] if i < len(names) else i}" for i in trainer.device_ids)
-
-
-def _say(folder: Path, progress: tuple[float | None, str]) -> None:
-    if _lightning.is_rank_zero():
-        with contextlib.suppress(OSError):
-            (folder / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
 
 
 # -- the control -------------------------------------------------------------------------------------------------------

@@ -6,35 +6,34 @@ Read `_step.py` first.
 from lightning_amp.findings._gradient import (
     LOW_DB,
     TOTAL,
-    GradientFault,
-    GradientFaultKind,
     GradientRow,
+    GradientSample,
     InaccurateDerivative,
 )
-from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, EvaluationReport, ModuleRow
-from lightning_amp.findings._overflow import Diagnosis, DiagnosisCause, Operation, Where
-from lightning_amp.findings._remedy import Remedy, RemedyKind, TriedRemedy
+from lightning_amp.findings._lost_precision import WRONG_DB, LostPrecision, ModuleSums, bits_kept, describe_tried
+from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, ModuleRow
+from lightning_amp.findings._op import Op, OpKind
+from lightning_amp.findings._remedy import TriedRemedy
 from lightning_amp.findings._step import StepPrecision, StepReason, StepRecord
 
 __all__ = [
     "LOADER_SUFFIX",
     "LOW_DB",
     "TOTAL",
+    "WRONG_DB",
     "ComparisonRow",
-    "Diagnosis",
-    "DiagnosisCause",
-    "EvaluationReport",
-    "GradientFault",
-    "GradientFaultKind",
     "GradientRow",
+    "GradientSample",
     "InaccurateDerivative",
+    "LostPrecision",
     "ModuleRow",
-    "Operation",
-    "Remedy",
-    "RemedyKind",
+    "ModuleSums",
+    "Op",
+    "OpKind",
     "StepPrecision",
     "StepReason",
     "StepRecord",
     "TriedRemedy",
-    "Where",
+    "bits_kept",
+    "describe_tried",
 ]

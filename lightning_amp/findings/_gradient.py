@@ -1,9 +1,10 @@
-"""Records of sampled gradients: a row for each module or parameter, and the faults found in them."""
+"""Records of sampled gradients: a row for each module or parameter."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from typing_extensions import final
 
@@ -46,35 +47,10 @@ class GradientRow(NamedTuple):
     norm_ratio: float = math.nan
     precision: str = ""
 
-
-GradientFaultKind = Literal["nan", "infinite", "overflow", "zero", "length", "rounding"]
-
-
-@final
-class GradientFault(NamedTuple):
-    """A fault of a gradient.
-
-    Attributes:
-        kind: `"nan"` and `"infinite"`: not finite in fp32 either. `"overflow"`: not finite in mixed precision only.
-            `"zero"`: too small for fp16, so it becomes zero. `"length"`: the right direction with a wrong norm.
-            `"rounding"`: in range, but the wrong direction.
-        row: The first faulty row in the order of the backward.
-        total: All gradients together.
-        whole: Whether the gradient as a whole is wrong, rather than the gradients of some modules only.
-        clipped: The line that clips gradients before they are unscaled; empty if there is none.
-
-    """
-
-    kind: GradientFaultKind
-    row: GradientRow
-    total: GradientRow
-    whole: bool
-    clipped: str = ""
-
     @property
-    def cause(self) -> tuple[str, str, float]:
-        """Return a key. Two faults with the same key have the same remedy."""
-        return self.kind, self.row.name, self.total.scale if self.kind in ("zero", "overflow") else 1.0
+    def rounds_to_zero(self) -> bool:
+        """Return whether fp16 loses more than a tenth of the values, because they are too small for it."""
+        return self.precision in ("fp16", "") and self.underflow_fraction > 0.1
 
 
 @final
@@ -91,3 +67,44 @@ class InaccurateDerivative(NamedTuple):
     line: str
     zero: float
     sqnr_db: float
+
+
+_LOST_DB = 3.0  # a module below this SQNR is a fault, even if all other modules are fine
+_ROUNDING_DB = -30.0  # below this the fp32 gradient is rounding noise, as for a bias before a normalisation
+
+
+@final
+class GradientSample(NamedTuple):
+    """The results of one sampled step.
+
+    Attributes:
+        rows: The rows of the table; the last row is about all gradients.
+        order: Names of the rows in the order of the backward.
+        clipped: The functions that clip scaled gradients, with their lines, in words; empty without any.
+        derivatives: Derivatives inside the loss that are inaccurate in fp16.
+        forward_is_finite: Whether the loss was finite in mixed precision.
+
+    """
+
+    rows: list[GradientRow]
+    order: Sequence[str] = ()
+    clipped: str = ""
+    derivatives: Sequence[InaccurateDerivative] = ()
+    forward_is_finite: bool = True
+
+    def bad(self) -> list[GradientRow]:
+        """Return the rows that mixed precision loses, in the order of the backward.
+
+        If fp32 is not finite either, return the rows that are not finite.
+        """
+        *parts, total = self.rows
+        place = {name: i for i, name in enumerate(self.order)}
+        parts = sorted((row for row in parts if row.largest), key=lambda row: place.get(row.name, len(place)))
+        if not math.isfinite(total.largest):
+            return [row for row in parts if not math.isfinite(row.largest)] or [total]
+        if math.isnan(total.sqnr_db):
+            return [row for row in parts if math.isnan(row.sqnr_db)] or [total]
+        whole = total.sqnr_db < LOW_DB and total.largest > 0
+        lost = [row for row in parts if _ROUNDING_DB < row.sqnr_db < (LOW_DB if whole else _LOST_DB)]
+        lost = lost or [row for row in parts if row.rounds_to_zero and row.sqnr_db < LOW_DB]
+        return lost or [total] * whole

@@ -11,10 +11,10 @@ from torch import Tensor
 from lightning_amp.numerics._limits import widest_dtype
 from lightning_amp.numerics._ranges import dense
 
-_MASK = -3e4
-"""A value below this limit in both outputs counts as a mask.
+_MASK, _HALF_MASK = -1e8, -3e4
+"""A value counts as a mask if it is below the first limit in the reference and below the second in the other output.
 
-Each precision fills masks with its own smallest number.
+Each precision fills masks with its own smallest number. An overflow to minus infinity is no mask.
 """
 
 
@@ -77,7 +77,7 @@ def output_sums(reference: Tensor, values: Tensor) -> Tensor:
     a large part of the difference between samples.
     """
     reference, values = dense(reference).detach().float(), dense(values).detach().float()
-    alike = ((reference < _MASK) & (values < _MASK)) | (reference == values) & ~torch.isfinite(reference)
+    alike = ((reference < _MASK) & (values < _HALF_MASK)) | (reference == values) & ~torch.isfinite(reference)
     alike |= torch.isnan(reference) & torch.isnan(values)
     reference, values = reference.masked_fill(alike, 0.0), values.masked_fill(alike, 0.0)
     plain = fidelity_sums(reference, values)

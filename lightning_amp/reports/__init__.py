@@ -1,19 +1,23 @@
-"""Show findings to a person as tables, text, CSV and pictures. No Lightning. Read `_overflow_report.py` first."""
+"""Show findings to a person as tables, text, CSV and pictures. No Lightning. Read `_overflow.py` first."""
 
 from lightning_amp.findings import (
     ComparisonRow,
-    EvaluationReport,
-    GradientFault,
     GradientRow,
+    LostPrecision,
     ModuleRow,
-    Remedy,
     TriedRemedy,
 )
 from lightning_amp.reports._comparison_table import ComparisonTable, ModuleTable
+from lightning_amp.reports._comparison_words import (
+    describe_both,
+    describe_comparison,
+    describe_difference,
+    describe_one_sided,
+)
 from lightning_amp.reports._gradient_plot import Quantity
 from lightning_amp.reports._gradient_table import GradientTable
-from lightning_amp.reports._gradient_words import describe_derivative, describe_fault, describe_healthy
-from lightning_amp.reports._overflow_report import OverflowReport, ScaleIs, cause_of
+from lightning_amp.reports._gradient_words import describe_derivative, describe_gradient
+from lightning_amp.reports._overflow import Overflow, ScaleIs
 from lightning_amp.reports._scale_drawing import plot_histories
 from lightning_amp.reports._scale_history import SCALE_HISTORY_FILE, ScaleHistory
 from lightning_amp.reports._table import MAX_ROWS
@@ -23,21 +27,21 @@ __all__ = [
     "SCALE_HISTORY_FILE",
     "ComparisonRow",
     "ComparisonTable",
-    "EvaluationReport",
-    "GradientFault",
     "GradientRow",
     "GradientTable",
+    "LostPrecision",
     "ModuleRow",
     "ModuleTable",
-    "OverflowReport",
+    "Overflow",
     "Quantity",
-    "Remedy",
     "ScaleHistory",
     "ScaleIs",
     "TriedRemedy",
-    "cause_of",
+    "describe_both",
+    "describe_comparison",
     "describe_derivative",
-    "describe_fault",
-    "describe_healthy",
+    "describe_difference",
+    "describe_gradient",
+    "describe_one_sided",
     "plot_histories",
 ]

@@ -11,6 +11,9 @@ from lightning_amp._files import is_url, write_atomically
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+"""The colours of lines in all pictures; people with colour blindness can tell them apart."""
+
 
 def new_figure(width: float, height: float) -> Figure:
     """Make a figure, sized in inches. It does not use pyplot, whose global state belongs to the user."""

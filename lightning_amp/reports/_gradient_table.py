@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
-from itertools import chain, zip_longest
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import final, override
 
 from lightning_amp._arguments import require_choice, require_count
-from lightning_amp.findings import TOTAL, GradientRow
+from lightning_amp.findings import TOTAL, GradientRow, bits_kept
 from lightning_amp.reports._gradient_plot import QUANTITIES, Quantity, draw_heat_map
-from lightning_amp.reports._table import MAX_ROWS, SampledTable, aligned
+from lightning_amp.reports._table import MAX_ROWS, SampledTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MAX_SAMPLES = 200
-
 
 @final
 class GradientTable(SampledTable[GradientRow]):
-    """All rows, oldest first. Prints the latest sample, the least headroom first.
+    """All rows, oldest first. Prints the latest sample, the worst row first, and all gradients together last.
 
     .. code-block:: python
 
@@ -35,98 +32,54 @@ class GradientTable(SampledTable[GradientRow]):
     """
 
     _header = tuple("length" if name == "norm_ratio" else name for name in GradientRow._fields)
+    _called = "monitor.table"
 
     @override
     def _key(self, row: GradientRow) -> tuple[object, str]:
         return row.step, row.name
 
-    @override
-    def add(self, rows: Iterable[GradientRow]) -> None:
-        super().add(rows)
-        if len(self._samples) > _MAX_SAMPLES:
-            half = _MAX_SAMPLES // 2
-            self._samples = self._samples[:half:2] + self._samples[half:]
-
-    @override
-    def to_text(self, max_rows: int | None = MAX_ROWS, *, fp16: bool | None = None) -> str:
-        """Write the latest sample as a text table: the least headroom first, or the lowest SQNR without fp16's limits.
-
-        Args:
-            max_rows: The most rows to show: in turn the row with the least headroom, the lowest SQNR, and the largest
-                share that becomes zero. `None` shows all.
-            fp16: Whether to show the limits of fp16. `None`: if the step ran in fp16.
-        """
-        require_count("max_rows", max_rows, none="or `None` for all rows")
-        if not self._samples:
-            return "no sample yet"
-        rows = [row for row in self.last if row.name != TOTAL]
-        total = [row for row in self.last if row.name == TOTAL]
-        fp16 = any(row.precision in ("fp16", "") for row in self.last) if fp16 is None else fp16
-        shown = _worst(rows, max_rows, fp16)
-        ordered = (*sorted(shown, key=_room if fp16 else _fidelity), *total)
-        if fp16:
-            header, cells = ("name", "to zero", "subnormal", "headroom", "SQNR", "cosine"), _fp16_cells
-        else:
-            header, cells = ("name", "SQNR", "cosine"), _cells
-        lines = [header, *map(cells, ordered)]
-        return aligned(lines, len(shown), len(rows), "monitor.table")
+    @property
+    def in_fp16(self) -> bool:
+        """Return whether the latest sample ran in fp16, whose limits are shown."""
+        return bool(self.last) and self.last[-1].precision == "fp16"
 
     def plot(
-        self, quantity: Quantity, path: str | os.PathLike[str] | None, *, max_rows: int | None = MAX_ROWS
+        self, quantity: Quantity | None, path: str | os.PathLike[str] | None, *, max_rows: int | None = MAX_ROWS
     ) -> Figure:
         """Return the figure of `GradientMonitor.plot`."""
+        quantity = quantity or ("headroom_bits" if self.in_fp16 else "sqnr_db")
         require_choice("quantity", quantity, list(QUANTITIES))
         require_count("max_rows", max_rows, none="or `None` for all rows")
         samples = [[row for row in sample if row.name != TOTAL] for sample in self._samples]
-        return draw_heat_map(samples, quantity, path, max_rows)
+        rows = sorted((row for sample in samples for row in sample), key=self._badness, reverse=True)
+        worst = list(dict.fromkeys(row.name for row in rows))[:max_rows]  # by its worst step
+        return draw_heat_map(samples, quantity, worst, path)
 
+    @override
+    def _badness(self, row: GradientRow) -> float:
+        if row.name == TOTAL or row.largest == 0:
+            return -math.inf
+        measures = [row.sqnr_db / 6.02]
+        if self.in_fp16:
+            measures += [row.headroom_bits, 10 * (1 - row.underflow_fraction)]
+        return math.inf if any(map(math.isnan, measures)) else -min(measures)
 
-def _room(row: GradientRow) -> float:
-    return -math.inf if math.isnan(row.headroom_bits) else row.headroom_bits
+    @property
+    @override
+    def _titles(self) -> Sequence[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return ("name", *(("to zero", "subnormal", "headroom") if self.in_fp16 else ()), "keeps", "SQNR", "cosine")
 
-
-def _fidelity(row: GradientRow) -> float:
-    return -math.inf if math.isnan(row.sqnr_db) else row.sqnr_db
-
-
-def _worst(rows: list[GradientRow], max_rows: int | None, fp16: bool) -> list[GradientRow]:
-    """Take the worst row by each measure in turn: the measures disagree, as a row of zeros has the most headroom."""
-    by_fidelity = sorted(rows, key=_fidelity)
-    orders = [by_fidelity]
-    if fp16:
-        lost = [row for row in rows if row.underflow_fraction > 0]
-        orders = [sorted(rows, key=_room), by_fidelity, sorted(lost, key=lambda row: -row.underflow_fraction)]
-    ranked = dict.fromkeys(row for row in chain.from_iterable(zip_longest(*orders)) if row is not None)
-    return list(ranked)[:max_rows]
-
-
-def _fp16_cells(row: GradientRow) -> tuple[str, ...]:
-    if row.largest == 0:
-        return (row.name, "all zero", "", "", "", "")
-    room = "NaN" if math.isnan(row.largest) else "overflow"
-    return (
-        row.name,
-        f"{row.underflow_fraction:.1%}",
-        f"{row.subnormal_fraction:.1%}",
-        f"{row.headroom_bits:.1f} bits" if math.isfinite(row.headroom_bits) else room,
-        *_distance(row),
-    )
-
-
-def _cells(row: GradientRow) -> tuple[str, ...]:
-    return (row.name, "all zero", "") if row.largest == 0 else (row.name, *_distance(row))
-
-
-def _distance(row: GradientRow) -> tuple[str, str]:
-    """Write SQNR and cosine. If they are not finite, write whether the fp32 gradient itself is NaN or infinite."""
-    if math.isfinite(row.sqnr_db):
-        sqnr = f"{row.sqnr_db:.1f} dB"
-    elif row.sqnr_db > 0:
-        sqnr = "equal"
-    elif row.sqnr_db < 0:
-        sqnr = "zero in fp32"
-    elif math.isfinite(row.largest):
-        sqnr = "overflow" if row.precision in ("fp16", "") else "not finite"
-    else:
-        sqnr = "NaN" if math.isnan(row.largest) else "overflow"
-    return sqnr, "" if math.isnan(row.cosine) else f"{row.cosine:.4f}"
+    @override
+    def _written(self, row: GradientRow) -> Sequence[str]:
+        """Write bits, SQNR and cosine. If they are not finite, write whether the fp32 gradient itself is."""
+        keeps = "" if math.isnan(row.sqnr_db) or row.largest == 0 else bits_kept(row.sqnr_db, row.precision)
+        if row.largest == 0:
+            sqnr = "all zero"
+        elif math.isnan(row.sqnr_db):
+            sqnr = "overflow" if math.isfinite(row.largest) else "not finite in fp32"
+        else:
+            words = {math.inf: "equal", -math.inf: "zero in fp32"}
+            sqnr = words.get(row.sqnr_db, f"{row.sqnr_db:.1f} dB")
+        room = f"{row.headroom_bits:.1f} bits" if math.isfinite(row.headroom_bits) else sqnr
+        limits = (f"{row.underflow_fraction:.1%}", f"{row.subnormal_fraction:.1%}", room) if self.in_fp16 else ()
+        return row.name, *limits, keeps, sqnr, "" if math.isnan(row.cosine) else f"{row.cosine:.4f}"

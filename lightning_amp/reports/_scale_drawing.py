@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_amp._text import alike
 from lightning_amp.findings import StepReason, StepRecord
-from lightning_amp.reports._figures import new_figure, saved, say_empty
+from lightning_amp.reports._figures import COLORS, new_figure, saved, say_empty
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 _MANY = 100
 """Above this number of marks, they are drawn small, because large marks would hide the line."""
 
@@ -46,7 +45,7 @@ def plot_histories(
     figure = new_figure(8, 3.6 + 0.12 * len(histories))
     axes: Any = figure.add_subplot()
     marks: dict[str, str] = {}
-    for (name, records), color in zip(histories.items(), cycle(_COLORS), strict=False):
+    for (name, records), color in zip(histories.items(), cycle(COLORS), strict=False):
         if not records:
             axes.plot([], [], color=color, label=f"{name}: {_NO_STEP}")
             continue

@@ -10,10 +10,14 @@ from typing import Any, ClassVar, TypeVar, overload
 
 from typing_extensions import override
 
+from lightning_amp._arguments import require_count
 from lightning_amp._files import write_atomically
+from lightning_amp.findings import TOTAL
 
 MAX_ROWS = 15
 """The default for the largest number of rows in a text or a picture."""
+
+_MAX_SAMPLES = 200
 
 Row = TypeVar("Row")
 
@@ -58,6 +62,9 @@ class Table(Sequence[Row]):
 class SampledTable(Table[Row]):
     """A table that gets several rows in each sample. Printing the table shows the rows of the last sample."""
 
+    _called: ClassVar[str]
+    _titles: Sequence[str]
+
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._samples: list[list[Row]] = []
         previous, names = None, set[str]()
@@ -75,8 +82,11 @@ class SampledTable(Table[Row]):
         """Return a value that all rows of a sample share, and the name of the row."""
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Append the rows of one sample."""
+        """Append the rows of one sample. Of more than 200, every second one of the older half is dropped."""
         self._samples.append(list(rows))
+        if len(self._samples) > _MAX_SAMPLES:
+            half = _MAX_SAMPLES // 2
+            self._samples = self._samples[:half:2] + self._samples[half:]
 
     @property
     def last(self) -> list[Row]:
@@ -95,9 +105,31 @@ class SampledTable(Table[Row]):
     def __str__(self) -> str:
         return self.to_text()
 
-    @abstractmethod
     def to_text(self, max_rows: int | None = MAX_ROWS) -> str:
-        """Write the last sample as a text table."""
+        """Write the last sample as a text table, the worst row first.
+
+        Args:
+            max_rows: The most rows to show. `None` shows all, in their order.
+        """
+        require_count("max_rows", max_rows, none="or `None` for all rows")
+        if not self._samples:
+            return "no sample yet"
+        rows = [row for row in (self.last if max_rows is None else self.worst_first()) if self._key(row)[1] != TOTAL]
+        total = [row for row in self.last if self._key(row)[1] == TOTAL]
+        shown = rows[:max_rows]
+        return aligned([self._titles, *map(self._written, [*shown, *total])], len(shown), len(rows), self._called)
+
+    def worst_first(self) -> list[Row]:
+        """Return the rows of the last sample, sorted."""
+        return sorted(self.last, key=self._badness, reverse=True)
+
+    @abstractmethod
+    def _badness(self, row: Row) -> Any:
+        """Return a key that sorts the worst row last."""
+
+    @abstractmethod
+    def _written(self, row: Row) -> Sequence[str]:
+        """Write the cells of a row."""
 
 
 def aligned(lines: Sequence[Sequence[str]], shown: int, known: int, table: str) -> str:

@@ -2,16 +2,15 @@
 
 from lightning_amp.shadow._agreement import RankMissingError
 from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
-from lightning_amp.shadow._evaluation_pass import EVALUATION_FILE, EvaluationPass, Stage
+from lightning_amp.shadow._evaluation_pass import EvaluationPass, Precision, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
-from lightning_amp.shadow._first_batches import FirstBatches
 from lightning_amp.shadow._fsdp2 import shard_of, shards_of_gathered
-from lightning_amp.shadow._gradient_sample import RowsBy, Sample, rows_of_parameters, take_sample
+from lightning_amp.shadow._gradient_sample import GradientSampler, RowsBy, precision_of
 from lightning_amp.shadow._kept_batches import Batches, giving, keep_batches, set_method
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._output_comparison import OutputComparison
-from lightning_amp.shadow._paired_evaluation import ComparedEvaluation, PairedEvaluation
+from lightning_amp.shadow._paired_evaluation import PairedEvaluation
 from lightning_amp.shadow._private_fit import (
     PRIVATE_CALLBACKS,
     own_data,
@@ -28,22 +27,20 @@ from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
 
 __all__ = [
     "BOUNDARY",
-    "EVALUATION_FILE",
     "PRIVATE_CALLBACKS",
     "BatchWindow",
     "Batches",
-    "ComparedEvaluation",
     "EvaluationPass",
     "Failure",
-    "FirstBatches",
+    "GradientSampler",
     "KeptBatch",
     "Lockstep",
     "OtherRankFailedError",
     "OutputComparison",
     "PairedEvaluation",
+    "Precision",
     "RankMissingError",
     "RowsBy",
-    "Sample",
     "Stage",
     "StepWatch",
     "TrainingPass",
@@ -59,15 +56,14 @@ __all__ = [
     "matmul_flops",
     "own_data",
     "own_module",
+    "precision_of",
     "private_trainer",
     "remove_callbacks",
     "require_unsharded",
-    "rows_of_parameters",
     "run_private_fit",
     "set_method",
     "shard_of",
     "shards_of_gathered",
-    "take_sample",
     "tensor_parallel_size",
     "unnoticed",
 ]

@@ -36,18 +36,14 @@ class KeptBatch:
     ) -> KeptBatch:
         """Keep a batch before its step (30 us, for the random generators)."""
         batch = copy_batch(batch) if copy else batch
+        num_bytes = sum(t.numel() * t.element_size() for _, t in tensors_in(batch))
         versions = [(t, _modules.version(t)) for _, t in tensors_in(batch) if not t.is_inference()]
-        return cls(batch, batch_idx, loader_idx, RandomState.capture(device_type), versions, num_bytes_of(batch))
+        return cls(batch, batch_idx, loader_idx, RandomState.capture(device_type), versions, num_bytes)
 
     @property
     def is_intact(self) -> bool:
         """Return whether no code has changed the kept tensors in place since, as far as torch can tell."""
         return all(_modules.version(tensor) == version for tensor, version in self.versions)
-
-
-def num_bytes_of(batch: Any) -> int:
-    """Return the size of the tensors in a batch."""
-    return sum(t.numel() * t.element_size() for _, t in tensors_in(batch))
 
 
 @final

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -33,10 +32,8 @@ from lightning_amp.tracing import RandomState, fp32_throughout, full_precision, 
 Stage = Literal["validation", "test"]
 """The stage, as it appears in the names of hooks (`on_test_batch_start`) and steps (`test_step`)."""
 
-EVALUATION_FILE = __file__
-"""File that calls the step: an `OperationWatch` searches for the user's line in the frames inside of it."""
-
-Context = Callable[[LightningModule], AbstractContextManager[Any]]
+Precision = Literal["amp", "fp32", "eval fp32"]
+"""As the real evaluation, in true fp32, or as with `eval_precision="fp32"`."""
 
 
 @final
@@ -50,11 +47,9 @@ class EvaluationPass:
         trainer: The trainer, inside its evaluation loop.
         module: The real module.
         stage: The stage whose step and hooks run.
-        hook_context: Returns the context of hooks, given the shadow's module.
-        step_context: Returns the context of the step.
-        epoch_end_context: Returns the context of the epoch-end hook, inside `hook_context`.
+        precision: `"amp"`: the contexts of the real evaluation. `"fp32"`: true fp32; half-precision weights, buffers
+            and batches are upcast. `"eval fp32"`: the context of `eval_precision="fp32"`.
         metrics: Metrics of the loaders that the module has finished.
-        upcast: Convert half-precision weights, buffers and batches to float32, for a pass in fp32.
     """
 
     def __init__(
@@ -62,62 +57,30 @@ class EvaluationPass:
         trainer: Trainer,
         module: LightningModule,
         stage: Stage,
-        *,
-        hook_context: Context,
-        step_context: Context,
-        epoch_end_context: Context,
+        precision: Precision,
         metrics: Mapping[str, Tensor] | None = None,
-        upcast: bool = False,
     ) -> None:
         self._stage: Stage = stage
-        self._upcast = upcast
-        self._device_type = trainer.strategy.root_device.type
-        self._hook_context = hook_context
-        self._step_context = step_context
-        self._epoch_end_context = epoch_end_context
+        self._precision = precision
+        self._plugin: Any = trainer.precision_plugin
+        self.device_type = trainer.strategy.root_device.type
         self._real_module = module
-        self._shadow = Shadow(trainer, module, upcast=upcast)
+        self._shadow = Shadow(trainer, module, upcast=precision == "fp32")
         self.module, self.view = self._shadow.module, self._shadow.view
         self._loader_idx = _lightning.evaluation_loader_idx(trainer)
         self._metrics = {**(metrics or {}), **_lightning.evaluation_metrics(self.view)}
 
-    @classmethod
-    def in_fp32(cls, trainer: Trainer, module: LightningModule, stage: Stage, *, upcast: bool = True) -> EvaluationPass:
-        """Make a pass in true fp32; without `upcast`, make one in the context of `eval_precision="fp32"`."""
-        device_type = trainer.strategy.root_device.type
-
-        def context(_: LightningModule) -> AbstractContextManager[None]:
-            return fp32_throughout(device_type) if upcast else full_precision(device_type)
-
-        return cls(
-            trainer, module, stage, hook_context=context, step_context=context, epoch_end_context=_nothing,
-            upcast=upcast,
-        )  # fmt: skip
-
-    @classmethod
-    def in_amp(
-        cls,
-        trainer: Trainer,
-        module: LightningModule,
-        stage: Stage,
-        metrics: Mapping[str, Tensor] | None = None,
-        *,
-        upcast: bool = False,
-    ) -> EvaluationPass:
-        """Make a pass in the contexts of the real evaluation."""
-        plugin = trainer.precision_plugin
-        in_step = plugin.test_step_context if stage == "test" else plugin.val_step_context
-        ours = isinstance(plugin, AmpPrecision)  # this context also handles metrics, outputs and the epoch-end hook
-        return cls(
-            trainer,
-            module,
-            stage,
-            hook_context=_nothing,
-            step_context=partial(plugin.evaluation_context, step=f"{stage}_step") if ours else lambda _: in_step(),
-            epoch_end_context=plugin.evaluation_context if ours else _nothing,
-            metrics=metrics,
-            upcast=upcast,
-        )
+    def _context(self, step: str | None = None, *, is_hook: bool = False) -> AbstractContextManager[Any]:
+        """Return the context of the step, of a hook of a batch, or else of the hook at the end of the epoch."""
+        if self._precision == "fp32":
+            return fp32_throughout(self.device_type)
+        if self._precision == "eval fp32":
+            return full_precision(self.device_type)
+        if isinstance(self._plugin, AmpPrecision) and not is_hook:  # this context also handles metrics and outputs
+            return self._plugin.evaluation_context(self.module, step)
+        if step is None:
+            return nullcontext()
+        return self._plugin.test_step_context() if self._stage == "test" else self._plugin.val_step_context()
 
     def start_afresh(self) -> None:
         """Reset the metrics of the batches so far, and run the hooks before the first batch."""
@@ -127,8 +90,7 @@ class EvaluationPass:
             for module in self.module.modules():
                 if is_metric(module):
                     module.reset()  # pyright: ignore[reportCallIssue]
-        hook_context = self._hook_context(self.module)
-        with self.active(), self._shadow.running(), hook_context, self._shadow.reduce.suspended():
+        with self.active(), self._shadow.running(), self._context(is_hook=True), self._shadow.reduce.suspended():
             for hook in (f"on_{self._stage}_start", f"on_{self._stage}_epoch_start"):
                 if is_overridden(hook, self.module):
                     self._shadow.call(hook)
@@ -146,11 +108,11 @@ class EvaluationPass:
 
         """
         module, call, stage = self.module, self._shadow.call, self._stage
-        with self.active(), self._shadow.running(), paired_random(self._device_type):
+        with self.active(), self._shadow.running(), paired_random(self.device_type):
             if loader_idx != self._loader_idx:
                 self._finish_loader()
                 self._loader_idx = loader_idx
-            batch = copy_batch(batch, upcast=self._upcast)
+            batch = copy_batch(batch, upcast=self._precision == "fp32")
             args = (batch, batch_idx) if loader_idx is None else (batch, batch_idx, loader_idx)
             step_args = args
             if not is_param_in_hook_signature(getattr(module, f"{stage}_step"), "batch_idx", min_args=2):
@@ -160,11 +122,11 @@ class EvaluationPass:
                 # Values of single steps are not compared. If they were reduced and this rank ran out of memory before,
                 # the other ranks would wait for it.
                 with self._shadow.reduce.suspended():
-                    with self._hook_context(module):
+                    with self._context(is_hook=True):
                         call(f"on_{stage}_batch_start", *args)
-                    with self._step_context(module), watch or nullcontext():
+                    with self._context(f"{stage}_step"), watch or nullcontext():
                         outputs = call(f"{stage}_step", *step_args)
-                    with self._hook_context(module):
+                    with self._context(is_hook=True):
                         call(f"on_{stage}_batch_end", outputs, *args)
             finally:
                 finish_evaluation_batch(self.view)
@@ -173,35 +135,20 @@ class EvaluationPass:
         """Return the context for code that changes the shadow between its steps. All ranks must enter it."""
         return self._shadow.active()
 
-    @property
-    def metrics(self) -> dict[str, Tensor]:
-        """Return the metrics that have been computed so far."""
-        return dict(self._metrics)
-
-    def take_parameters(self, values: Iterable[Tensor]) -> None:
-        """Set the parameters of the shadow, in their order; of a sharded module, until :meth:`active` ends."""
-        if self._shadow.exchange is not None:
-            self._shadow.exchange.take_parameters(values)
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            for own, value in zip(self.module.parameters(), values, strict=True):
-                own.copy_(value)
-
-    def finish(self, random_state: RandomState | None, *, follow: bool = True) -> dict[str, Tensor]:
+    def finish(self, random_state: RandomState | None) -> dict[str, Tensor]:
         """Run the epoch-end hook and return the epoch's metrics by name.
 
-        Args:
-            random_state: The random generators before the epoch-end hook of the real module.
-            follow: Set the shadow's parameters to the present parameters of the real module.
+        `random_state` has the random generators before the epoch-end hook of the real module.
         """
-        # Averaged weights may have been swapped out before the hook of the real module.
-        if follow and self._shadow.exchange is None:
-            self.take_parameters(self._real_module.parameters())
-        in_order = paired_random(self._device_type, random_state)
-        with self.active(), self._shadow.running(), in_order, self._hook_context(self.module):
+        if self._shadow.exchange is None:  # averaged weights may have been swapped out before the hook
+            with torch.inference_mode(False), torch.no_grad():
+                for own, value in zip(self.module.parameters(), self._real_module.parameters(), strict=True):
+                    own.copy_(value)
+        in_order = paired_random(self.device_type, random_state)
+        with self.active(), self._shadow.running(), in_order, self._context(is_hook=True):
             self._finish_loader()
             start_evaluation_epoch_end(self.view)
-            with self._epoch_end_context(self.module):
+            with self._context():
                 self._shadow.call(f"on_{self._stage}_epoch_end")
             self._metrics.update(finish_evaluation_epoch_end(self.view))
         return self._metrics
@@ -212,10 +159,6 @@ class EvaluationPass:
 
     def _finish_loader(self) -> None:
         self._metrics.update(finish_evaluation_loader(self.view))
-
-
-def _nothing(_: LightningModule) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def follow_ddp_buffers(trainer: Trainer, module: LightningModule) -> None:

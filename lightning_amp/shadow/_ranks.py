@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
@@ -43,7 +42,6 @@ class Lockstep:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._is_led = False
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank."""
@@ -68,67 +66,3 @@ class Lockstep:
         if self.any(False):
             raise OtherRankFailedError
         return result
-
-    def go_on(self) -> None:
-        """Announce one more pass within :meth:`until_all_are_done`.
-
-        Raises:
-            OtherRankFailedError: If another rank has failed.
-
-        """
-        if not self._is_led:
-            self._states("on")
-
-    @contextmanager
-    def led_by(self, leader: int, work: Callable[..., bool]) -> Generator[Callable[..., bool] | None]:
-        """Let one rank choose passes that all ranks then run in the same way, as sharded modules require.
-
-        Args:
-            leader: The number of the rank that chooses.
-            work: Runs a pass, with keyword arguments that can be pickled; returns whether it worked on this rank.
-
-        Yields:
-            On the leader, a function that runs `work` on all ranks and returns whether it worked on all of them. On
-            other ranks `None`: they follow at the end of the context.
-        """
-
-        def everywhere(**how: Any) -> bool:
-            gather(self._trainer, how)
-            return self.all(work(**how))
-
-        leads = self._trainer.global_rank == leader
-        self._is_led = True
-        try:
-            yield everywhere if leads else None
-        finally:
-            self._is_led = False
-            if leads:
-                gather(self._trainer, None)
-        while not leads and (how := gather(self._trainer, None)[leader]) is not None:
-            self.all(work(**how))
-
-    @contextmanager
-    def until_all_are_done(self, idle: Callable[[], object]) -> Generator[None]:
-        """Let each rank run as many passes inside this context as it needs, each after a call of :meth:`go_on`.
-
-        A rank that has finished runs `idle` until all ranks have. An exception inside ends the passes on all ranks.
-
-        Raises:
-            OtherRankFailedError: If another rank has failed.
-
-        """
-        try:
-            yield
-            while "on" in self._states("done"):
-                idle()
-        except OtherRankFailedError:
-            raise
-        except Exception:
-            gather(self._trainer, "failed")
-            raise
-
-    def _states(self, mine: Literal["on", "done"]) -> list[str]:
-        states = gather(self._trainer, str(mine))
-        if "failed" in states:
-            raise OtherRankFailedError
-        return states

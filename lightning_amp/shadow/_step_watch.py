@@ -42,24 +42,14 @@ class StepWatch(TorchFunctionMode):
     Args:
         module: The copy, with its own parameters.
         scale: The loss scale of the run.
-        differentiate: A replacement for `torch.autograd.grad` where it creates a graph, to see whether that helps.
-        unscale_before_clipping: Divide gradients by the scale before the step clips them, to see whether that helps.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        scale: float = 1.0,
-        *,
-        differentiate: Callable[..., Any] | None = None,
-        unscale_before_clipping: bool = False,
-    ) -> None:
+    def __init__(self, module: nn.Module, scale: float = 1.0) -> None:
         super().__init__()
         self.derivatives: list[Derivative] = []  # calls that create a graph, without calls of `scaled_grad`
         self.clippings: dict[Place, str] = {}  # functions that clipped scaled gradients, by the line that called them
         self._parameters = list(module.parameters())
         self._factor = scale
-        self._differentiate, self._unscales = differentiate, unscale_before_clipping
         self._true: dict[int, Tensor] = {}  # gradients that are no longer scaled, by the address of their values
 
     def is_true(self, gradient: Tensor) -> bool:
@@ -107,7 +97,7 @@ class StepWatch(TorchFunctionMode):
         line = _calling_line(frame)
         if line is None:
             return func(*args, **kwargs)
-        gradients = (self._differentiate or func)(*args, **kwargs)
+        gradients = func(*args, **kwargs)
         if not _modules.is_transformed_or_traced():  # results inside a `torch.func` transform cannot be kept
             self.derivatives.append(Derivative(line, gradients))
         return gradients
@@ -123,10 +113,6 @@ class StepWatch(TorchFunctionMode):
             names.append(frame.f_code.co_name)
             frame = frame.f_back
         self.clippings.setdefault(line, next((name for name in reversed(names) if name in _FUNCTIONS), _FUNCTIONS[0]))
-        if self._unscales:
-            with torch.no_grad():
-                for gradient in clipped:
-                    self._note(gradient.div_(self._factor))
 
 
 def _address(gradient: Tensor) -> int:

@@ -24,10 +24,10 @@ from lightning_amp.shadow._shadow import Shadow
 from lightning_amp.shadow._step_watch import StepWatch
 from lightning_amp.shadow._views import View, replaying
 from lightning_amp.shadow._watched_backward import watched_backward
-from lightning_amp.tracing import Fp32Draws, OperationWatch, RandomState, Trace, fp32_throughout, paired_random
+from lightning_amp.tracing import Fp32Draws, RandomState, Trace, fp32_throughout, paired_random
 
 BOUNDARY = __file__
-"""File that calls the step: an `OperationWatch` searches for the user's line in the frames inside of it."""
+"""File that calls the step: a `Trace` searches for the user's line in the frames inside of it."""
 
 
 @final
@@ -55,7 +55,6 @@ class TrainingPass:
         self._losses: list[Tensor] = []
         self._stepped: dict[int, Tensor] = {}
         self._trace: Trace | None = None
-        self._watch: OperationWatch | None = None
         self._step_watch: StepWatch | None = None
         plugin = replaying(trainer.precision_plugin, clip_gradients=_do_nothing, unscale_=self._unscale)
         if isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler):
@@ -116,7 +115,6 @@ class TrainingPass:
         random_state: RandomState | None = None,
         scale: float | Tensor = 1.0,
         trace: Trace | None = None,
-        watch: OperationWatch | None = None,
         step_watch: StepWatch | None = None,
         fp32_draws: bool = False,
     ) -> Tensor | None:
@@ -129,14 +127,13 @@ class TrainingPass:
             random_state: The random generators at the start; default: the present state.
             scale: The loss scale.
             trace: Entered for the run.
-            watch: Entered for the run.
             step_watch: Entered for the run. It also unscales gradients where the step calls the plugin to do so.
             fp32_draws: Whether to draw random numbers like a pass in fp32, for a comparison with such a pass.
 
         Returns:
             The unscaled loss; in manual optimization the sum of the losses that had a backward.
         """
-        self._factor, self._trace, self._watch, self._step_watch = scale, trace, watch, step_watch
+        self._factor, self._trace, self._step_watch = scale, trace, step_watch
         self._losses.clear()
         self._stepped.clear()
         shadow = self._shadow
@@ -149,7 +146,6 @@ class TrainingPass:
             Fp32Draws() if fp32_draws else nullcontext(),
             shadow.reduce.suspended(),
             trace or nullcontext(),
-            watch or nullcontext(),
             step_watch or nullcontext(),  # must be last, because it reads the frame that called it
         ):
             batch = copy_batch(batch, upcast=context is None)
@@ -160,8 +156,8 @@ class TrainingPass:
                 output = shadow.call("training_step", *((batch, batch_idx) if takes_index else (batch,)))
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if self._automatic and isinstance(loss, Tensor):
-                if watch is not None:
-                    watch.note_loss(loss)
+                if trace is not None:
+                    trace.note_loss(loss)
                 self._backward(loss / self._trainer.accumulate_grad_batches)
                 return loss.detach()
         return torch.stack([loss.reshape(()) for loss in self._losses]).sum() if self._losses else None
@@ -210,19 +206,19 @@ class TrainingPass:
 
     def _backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         self._losses.append(loss.detach().float())
-        if self._watch is not None:
-            self._watch.note_loss(loss)
+        if self._trace is not None and not self._automatic:
+            self._trace.note_loss(loss)
         with torch.autocast(self._device_type, enabled=False), ExitStack() as watching:
             scaled = self._scaled(loss)
-            run = scaled.backward if self._watch is None else partial(watched_backward, scaled)
+            is_watched = self._trace is not None and self._step_watch is None  # which looks for `Tensor.backward`
+            run = partial(watched_backward, scaled) if is_watched else scaled.backward
             if is_overridden("backward", self.module):  # which may enter a context, such as `loss_parallel`
-                if self._watch is not None:  # it calls `loss.backward`, where the watch would see no operation
+                if is_watched:  # it calls `loss.backward`, where the trace would see no operation
                     vars(scaled)["backward"] = partial(_run, run)
                     watching.callback(vars(scaled).clear)
                 run = partial(self.module.backward, scaled)
-            for one in (self._trace, self._watch):
-                if one is not None:
-                    watching.enter_context(one.in_backward())
+            if self._trace is not None:
+                watching.enter_context(self._trace.in_backward())
             run(*args, **kwargs)
 
     def _scaled(self, outputs: Any) -> Any:
@@ -284,7 +280,7 @@ def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
 
 
 def _run(work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Run `work` in a frame of this file, where an `OperationWatch` ends its search for the user's line."""
+    """Run `work` in a frame of this file, where a `Trace` ends its search for the user's line."""
     work(*args, **kwargs)
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+import math
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import final
+
+from lightning_amp.findings import OpKind
+
+SpecialKind = OpKind | Literal["pole"]
 
 # -- names -------------------------------------------------------------------------------------------------------------
 
@@ -36,28 +41,24 @@ ENDS_AT_ONE = {"acos", "asin", "atanh"}
 """Operations whose derivative is infinite at 1 and -1."""
 ONE_SIDED = {"sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "logit", *ENDS_AT_ONE}
 """Operations whose result is NaN on one side of their pole."""
-POLES = {"log", "log2", "log10", "logit", "xlogy", "div", "reciprocal"}
-"""Operations whose result of minus infinity is not a mask."""
 NORMS = {"norm", "vector_norm"}
 EXPONENTIALS = {"exp", "expm1", "exp2", "cosh", "sinh"}
 REDUCTIONS = {"mean", "std", "var", "max", "min", "amax", "amin", "nanmean", "median", "mse_loss", "l1_loss",
               "smooth_l1_loss", "huber_loss", "cross_entropy", "nll_loss", "binary_cross_entropy",
               "binary_cross_entropy_with_logits", "kl_div", "triplet_margin_loss", "norm"}  # fmt: skip
 SUMS = {"sum", "cumsum", "nansum"}
+SPREADS = {"std", "var"}
 SUMMING = ("sum", "logsumexp", "mean")
 """Operations that add up exponentials."""
 SOFTMAXES = {"softmax", "log_softmax", "logsumexp", "cross_entropy", "scaled_dot_product_attention",
              "multi_head_attention_forward", "softmin", "gumbel_softmax"}  # fmt: skip
 ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 CASTS = {"to", "float"}
-PRODUCTS_AND_SUMS = {"mul", "matmul", "bmm", "sub", "add"}
+PRODUCTS = {"mul", "matmul", "bmm", "sub", "add"}
 """Operations of two tensors: 0 times infinity, and infinity minus infinity, are NaN."""
 LITERALS = {"masked_fill", "where", "full", "new_full", "full_like", "tensor", "as_tensor", "new_tensor", "fill",
             "assignment", "index_fill", "scatter", "pad"}  # fmt: skip
 """Operations that write a given value: if it is infinite, the code wrote it on purpose."""
-COMPARISONS_WITH_TARGETS = {"sub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "pairwise_distance",
-                            "cosine_similarity"}  # fmt: skip
-"""Operations whose large relative error is no fault: a good prediction minus its target is small."""
 
 
 @final
@@ -67,14 +68,12 @@ class Known(NamedTuple):
     Attributes:
         name: The name in user code: `"div"`, in place `"div_"`.
         known_as: The operation that has its arguments: `1 / x` is a `"div"` with the arguments of `"reciprocal"`.
-        written: Torch's own name: `"__truediv__"`.
         is_collective: Its result depends on values of other ranks, and may not be there when it returns.
 
     """
 
     name: str
     known_as: str
-    written: str
     is_in_place: bool
     is_collective: bool = False
 
@@ -90,7 +89,7 @@ def known_operation(func: Any) -> Known | None:
         return None
     name = f"{name}_" if in_place else name
     known_as = "reciprocal" if written in _REVERSED else name
-    return Known(name, known_as, written, in_place or name == "assignment", _takes_values_of_others(func))
+    return Known(name, known_as, in_place or name == "assignment", _takes_values_of_others(func))
 
 
 def plain(name: str) -> str:
@@ -141,14 +140,6 @@ def argument_of(name: str, args: Any, kwargs: Any) -> Any:
     return args[0] if args else kwargs.get("input")
 
 
-def pole_of(name: str, args: Any, kwargs: Any) -> Tensor | None:
-    """Return the tensor that must not be 0, or at another pole; `None` for other operations."""
-    if plain(name) not in ROOTS or not has_roots(name, args, kwargs):
-        return None
-    value = argument_of(name, args, kwargs)
-    return value if isinstance(value, Tensor) else None
-
-
 def has_roots(name: str, args: Any, kwargs: Any) -> bool:
     """Return whether an argument of 0 matters: for a power only if the exponent is below 1 or fractional."""
     if plain(name) not in ("pow", "float_power"):
@@ -164,6 +155,70 @@ def distance_from_end(name: str, value: Tensor) -> Tensor:
     if plain(name) == "logit":
         return torch.minimum(value, 1 - value)
     return value + 1 if plain(name) == "log1p" else value
+
+
+def count_of(name: str, args: Any, kwargs: Any) -> int:
+    """Return how many values a sum or a spread combines into each result; 0 for other operations."""
+    value = next((t for t in args if isinstance(t, Tensor)), None)
+    if value is None or name not in (*SUMS, *SPREADS):
+        return 0
+    dim = kwargs.get("dim", args[1] if len(args) > 1 and not isinstance(args[1], bool) else None)
+    if dim is None or not value.dim():
+        return value.numel()
+    return math.prod(value.shape[one] for one in (dim if isinstance(dim, (list, tuple)) else [dim]))
+
+
+def special_values(name: str, args: Any, kwargs: Any) -> list[tuple[SpecialKind, list[Tensor] | None]]:
+    """Return what may be special about the arguments of an operation, each with scalars on the device.
+
+    The kinds are those of :class:`~lightning_amp.findings.Op`. A kind applies if its scalar is above 0, or if it has
+    none. `"pole"` has the least distance from 0, or another pole, with its sign, and its least magnitude.
+    """
+    value = next((t for t in args if isinstance(t, Tensor)), None)
+    if value is not None and name in REDUCTIONS and not value.numel():
+        return [("empty", None)]
+    if name in SPREADS and count_of(name, args, kwargs) == 1:
+        return [("one", None)]
+    if plain(name) in LITERALS:
+        return [("literal", None)]
+    if name == "to":
+        return [("cast", None)]
+    if name in SUMS:
+        return [("sum", None)]
+    found: list[tuple[SpecialKind, list[Tensor] | None]] = []
+    target = args[1] if len(args) > 1 else kwargs.get("target")
+    if name in ("cross_entropy", "nll_loss") and isinstance(target, Tensor) and not target.is_floating_point():
+        found.append(("ignored", [(target == kwargs.get("ignore_index", -100)).all().float()]))
+    if name in SOFTMAXES:
+        return [*found, *(("masked", [rows.any().float()]) for rows in _masked_rows(name, args, kwargs))]
+    pole = argument_of(name, args, kwargs) if plain(name) in ROOTS and has_roots(name, args, kwargs) else None
+    if isinstance(pole, (int, float)):
+        pole = torch.tensor(float(pole))
+    if isinstance(pole, Tensor) and pole.numel() and not pole.is_nested:
+        distance = pole.detach().abs() if pole.is_complex() else distance_from_end(name, pole.detach())
+        signed = distance if plain(name) in ONE_SIDED else distance.abs()
+        found.append(("pole", [signed.min(), distance.abs().min()]))
+    return found
+
+
+def _masked_rows(name: str, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return flags, for each mask or input: which rows are hidden, or minus infinity, throughout."""
+    if name in ATTENTION:
+        masks = [value for key, value in kwargs.items() if "mask" in key and isinstance(value, Tensor)]
+        masks += [value for value in args[3:] if isinstance(value, Tensor) and value.dtype == torch.bool]
+        padding, rows = kwargs.get("key_padding_mask"), list[Tensor]()
+        for mask in masks:
+            # True means "attend" in scaled_dot_product_attention, and "do not attend" in multi-head attention
+            is_reversed = name == "scaled_dot_product_attention" and mask is not padding
+            hidden = torch.isneginf(mask) if mask.dtype != torch.bool else ~mask if is_reversed else mask
+            rows.append(hidden.all(-1))
+        return rows
+    value = args[0] if args else kwargs.get("input")
+    if not isinstance(value, Tensor) or not value.dim():
+        return []
+    dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else -1)
+    dim = min(1, value.dim() - 1) if name == "cross_entropy" else dim if isinstance(dim, int) else -1
+    return [torch.isneginf(value.detach()).all(dim)]
 
 
 def _takes_values_of_others(operation: Any) -> bool:

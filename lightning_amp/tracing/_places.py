@@ -16,7 +16,7 @@ from lightning_amp._user_line import Place, is_users, owner_of
 _ROOMS = str(Path(__file__).parent.parent)
 _WATCHERS = tuple(f"{_ROOMS}/{room}/" for room in ("tracing", "advice"))
 _MEASURING = tuple(f"{_ROOMS}/{room}/" for room in ("tracing", "numerics"))
-_ASKING = {f"{_ROOMS}/tracing/_operation_watch.py", __file__}
+_ASKING = {f"{_ROOMS}/tracing/_trace.py", __file__}
 _OPTIMIZERS = str(Path(str(torch.optim.__file__)).parent)
 _LAYERS = str(Path(str(nn.__file__)).parent)
 _GATHERING = str(Path(str(torch.__file__)).parent / "distributed" / "fsdp")

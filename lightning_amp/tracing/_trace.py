@@ -1,31 +1,369 @@
-"""Watch the modules of one forward and backward pass, to find where the first non-finite value appeared.
-
-All measurements stay on the device; the host reads them once, at the end.
-"""
+"""The one trace of a step: each operation, its module and line, and the extreme values of what it took and made."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules, _sharding
-from lightning_amp._containers import tensors_in
-from lightning_amp.findings import Where
-from lightning_amp.numerics import HALF_DTYPES, dense, extremes, largest_finite, stack_scalars
+from lightning_amp._containers import replace, tensors_in, to_fp32
+from lightning_amp._user_line import Place
+from lightning_amp.findings import OpKind
+from lightning_amp.numerics import HALF_DTYPES, dense, extremes, stack_scalars
+from lightning_amp.tracing._operations import (
+    PRODUCTS,
+    Known,
+    SpecialKind,
+    count_of,
+    known_operation,
+    plain,
+    special_values,
+)
+from lightning_amp.tracing._places import running_code
+
+FUNCTION = "a Function"
+"""The value of `known_as` for an autograd Function of the user. The meaning of its arguments is unknown."""
 
 
-def floating_in(values: Any) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the floating-point and complex tensors in `values`, with their paths."""
-    return ((path, t) for path, t in tensors_in(values) if t.is_floating_point() or t.is_complex())
+@final
+class Ends:
+    """The smallest and largest value of some tensors, on the device until :meth:`Trace.read`."""
+
+    __slots__ = ("high", "low", "scalars")
+
+    def __init__(self, scalars: Iterable[Tensor]) -> None:
+        self.scalars = list(scalars)
+        self.low = self.high = 0.0  # after reading: both are NaN if a value is
+
+    def read(self, values: list[float]) -> None:
+        """Take the values of the scalars, which are freed."""
+        self.scalars = []
+        self.low, self.high = min(values, default=0.0), max(values, default=0.0)
+        if any(map(math.isnan, values)):
+            self.low = self.high = math.nan
+
+    @property
+    def bad(self) -> frozenset[str]:
+        """Return which values are among them: `"nan"`, `"inf"`, `"-inf"`."""
+        if math.isnan(self.low):
+            return frozenset({"nan"})
+        return frozenset(str(end) for end in (self.low, self.high) if math.isinf(end))
+
+    @property
+    def size(self) -> Tensor:
+        """Return the larger magnitude of the two: [], on the host; NaN if a value is."""
+        return torch.tensor(max(abs(self.low), abs(self.high)))
+
+    @property
+    def largest(self) -> float | None:
+        """Return the larger magnitude of the two; `None` if none of them is finite."""
+        return max((abs(end) for end in (self.low, self.high) if math.isfinite(end)), default=None)
+
+
+@final
+class Taken(NamedTuple):
+    """One input of an operation."""
+
+    maker: Call | None  # the operation that returned this tensor
+    writer: Call | None  # the last operation that wrote to its memory
+    ends: Ends
+
+    @property
+    def source(self) -> Call | None:
+        """Return the operation that made a value that is not finite; `None` if no operation did."""
+        return next((one for one in (self.maker, self.writer) if one is not None and one.made.bad), None)
+
+
+@final
+class Key(NamedTuple):
+    """Identifies an operation: equal in two runs of the same step, whatever their precisions."""
+
+    name: str
+    place: Place | None
+    occurrence: int
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Call:
+    """One operation of a step."""
+
+    key: Key
+    number: int  # its position among the operations of the run
+    module: str | None  # name of the module whose own code ran it; `None` outside of all modules
+    known_as: str  # the operation that has its arguments: `1 / x` is a "div" with the arguments of "reciprocal"
+    made: Ends
+    taken: list[Taken] = field(default_factory=list)
+    in_backward: bool = False
+    is_collective: bool = False  # takes values of other ranks
+    is_of_gradients: bool = False  # computes with the gradients of a backward, such as their norm
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    special: list[tuple[SpecialKind, Ends | None]] = field(default_factory=list)  # see `special_values`
+    count: int = 0  # for a sum: values per result
+
+    @property
+    def sources(self) -> list[Call]:
+        """Return the operations that made its bad inputs."""
+        return [call for one in self.taken if one.ends.bad and (call := one.source) is not None and call is not self]
+
+    @property
+    def takes_from_outside(self) -> bool:
+        """Return whether a bad input was there before the step."""
+        return any(one.ends.bad and one.source is None for one in self.taken)
+
+    @property
+    def takes_bad(self) -> frozenset[str]:
+        """Return which bad values are among its inputs."""
+        return frozenset[str]().union(*(one.ends.bad for one in self.taken))
+
+    @property
+    def largest_input(self) -> float | None:
+        """Return the largest finite magnitude among its inputs."""
+        return max((size for one in self.taken if (size := one.ends.largest) is not None), default=None)
+
+    @property
+    def kind(self) -> OpKind:
+        """Return what is special about its arguments, as in :class:`~lightning_amp.findings.Op`."""
+        for kind, ends in self.special:
+            if kind == "pole":
+                if ends is not None and (ends.low < 0 or ends.high == 0):
+                    return "negative" if ends.low < 0 else "zero"
+            elif ends is None:
+                return "" if kind == "sum" and self.takes_bad else kind
+            elif ends.high > 0:
+                return kind
+        takes_infinity = self.takes_bad & {"inf", "-inf"}
+        return "infinite" if takes_infinity and plain(self.key.name) in PRODUCTS and len(self.taken) > 1 else ""
+
+    @property
+    def makes_fault(self) -> bool:
+        """Return whether it makes NaN or infinity out of other values, and did not write a minus infinity itself."""
+        new = set(self.made.bad - self.takes_bad)
+        return bool(new) and not (new == {"-inf"} and (self.takes_bad or self.kind == "literal"))
+
+    def has_lost(self, reference: Call | None) -> bool:
+        """Return whether its result has NaN or infinity where the result of a reference has none."""
+        if reference is None:
+            return bool(self.made.bad) and self.kind != "literal"
+        return not self.made.bad <= reference.made.bad
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Gradient:
+    """The backward of one node of an operation, or a gradient of a parameter."""
+
+    call: Call
+    arrived: Ends
+    computed: Ends
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    is_inner: bool  # computed by `torch.autograd.grad` for a term of the loss: the scale does not multiply it
+
+    @property
+    def bad(self) -> bool:
+        """Return whether a value is NaN or infinity."""
+        return bool(self.arrived.bad or self.computed.bad)
+
+
+@final
+class Trace(TorchFunctionMode):
+    """Context that records the operations of a step and of its backward.
+
+    It sees the calls in the code, but nothing inside an operation such as `cross_entropy` or the forward of an autograd
+    Function. Everything stays on the device until :meth:`read`.
+
+    Args:
+        module: The outermost module, for the names of modules.
+        boundary: File of the code that runs the step; callers of that file are not reported as places.
+        values: Record extreme values. `False`: only gradients.
+        loss_in_fp32: Compute the operations outside of all submodules in float32, without casts to half precision.
+
+    Cost: one pass over each input, output and gradient. For looking into a failure, not for every step.
+
+    """
+
+    def __init__(self, module: nn.Module, boundary: str, *, values: bool = True, loss_in_fp32: bool = False) -> None:
+        super().__init__()
+        self.calls: list[Call] = []  # in the order in which they ran
+        self.gradients: list[Gradient] = []  # in the order in which they were computed
+        self.losses: list[Taken] = []
+        self.by_key: dict[Key, Call] = {}
+        self.unseen: list[str] = []  # outermost modules that TorchScript compiled, which cannot be looked into
+        self._names: dict[int, str] = {}
+        for full_name, one in module.named_modules():
+            name = _modules.plain_name(full_name)
+            self._names[id(one)] = name
+            is_inside = any(name.startswith(f"{outer}.") for outer in self.unseen)
+            if isinstance(one, torch.jit.ScriptModule) and not is_inside:
+                self.unseen.append(name)
+        self._parameters = list(module.parameters())
+        self._boundary, self._values, self._loss_in_fp32 = boundary, values, loss_in_fp32
+        self._in_backward = self._in_derivative = self._had_backward = False
+        self._occurrences: Counter[tuple[str, Place | None]] = Counter()
+        self._unread: list[Ends] = []
+        self._made = WeakTensorKeyDictionary()  # the operation that made a tensor
+        self._written: dict[int, Call] = {}  # the last operation that wrote to a memory address
+        self._nodes: dict[Any, Call] = {}
+        self._handles: list[Any] = []
+        self._itself: weakref.ref[Trace] = weakref.ref(self)
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+        for held in (self._handles, self._nodes, self._made, self._written):
+            held.clear()
+
+    def read(self) -> Trace:
+        """Read all recorded values back. This waits for each device once."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for scalar in (scalar for ends in self._unread for scalar in ends.scalars):
+            by_device.setdefault(scalar.device, []).append(scalar)
+        values = {device: iter(stack_scalars(scalars).tolist()) for device, scalars in by_device.items()}
+        for ends in self._unread:
+            ends.read([next(values[scalar.device]) for scalar in ends.scalars])
+        self._unread.clear()
+        return self
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            self._in_derivative = True
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._in_derivative = False
+        known = known_operation(func)
+        running = None if known is None else running_code(self._names, self._boundary)
+        if known is None or running is None:
+            return func(*args, **kwargs)
+        place, module = running
+        is_transformed = _modules.inside_transforms()
+        with _modules.outside_function_modes(), _modules.outside_transforms():
+            seen = replace((args, kwargs), _behind) if is_transformed else (args, kwargs)
+            call = self._before(place, module, known, *seen)
+        run = _in_fp32 if self._loss_in_fp32 and not module and not known.is_in_place else _as_it_is
+        result = run(func, args, kwargs)
+        with _modules.outside_function_modes(), _modules.outside_transforms():
+            self._after(call, args[0] if result is None or known.name == "assignment" else result)
+        return result
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Record a loss, before its backward."""
+        self.losses += self._take([loss], None)
+
+    @contextmanager
+    def in_backward(self) -> Generator[None]:
+        """Count operations inside as part of a backward: repeated forwards, and the user's own Functions."""
+        self._in_backward = self._had_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+
+    def _before(self, place: Place | None, module: str | None, known: Known, args: Any, kwargs: Any) -> Call:
+        key = Key(known.name, place, self._occurrences[known.name, place])
+        self._occurrences[known.name, place] += 1
+        inputs = floating(args, kwargs)
+        call = Call(key, len(self.calls), module, known.known_as, Ends([]), self._take(inputs, place))
+        call.in_backward, call.is_collective = self._in_backward, known.is_collective
+        call.is_of_gradients = any(one.maker is not None and one.maker.is_of_gradients for one in call.taken)
+        if self._had_backward and not call.is_of_gradients:
+            call.is_of_gradients = any(p.grad is tensor for tensor in inputs for p in self._parameters)
+        if self._values:
+            call.count = count_of(known.known_as, args, kwargs)
+            with torch.no_grad(), suppress(Exception):  # of a tensor that knows no such operation
+                found = special_values(known.known_as, args, kwargs)
+                call.special = [(kind, None if one is None else self._keep(one)) for kind, one in found]
+        self.calls.append(call)
+        self.by_key[key] = call
+        return call
+
+    def _take(self, inputs: list[Tensor], place: Place | None) -> list[Taken]:
+        self._claim_inputs(inputs, place)
+        return [Taken(self._made.get(t), self._written.get(_address(t)), self._ends([t])) for t in inputs]
+
+    def _after(self, call: Call, changed: Any) -> None:
+        outputs = floating(changed)
+        if not outputs:
+            return
+        if call.is_collective:
+            outputs = [*map(_arrived, outputs)]
+        call.dtype, call.shape, call.made = outputs[0].dtype, shape_of(outputs[0]), self._ends(outputs)
+        for tensor in outputs:
+            self._made[tensor] = call
+            self._written[_address(tensor)] = call
+            self._claim(tensor.grad_fn, call)
+
+    def _ends(self, tensors: Iterable[Tensor]) -> Ends:
+        return self._keep(end for t in tensors for end in _extremes(t)) if self._values else Ends([])
+
+    def _keep(self, scalars: Iterable[Tensor]) -> Ends:
+        self._unread.append(Ends(scalars))
+        return self._unread[-1]
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def _claim_inputs(self, inputs: list[Tensor], place: Place | None) -> None:
+        """Name the autograd nodes of inputs that no recorded operation made, such as the user's own Functions."""
+        for tensor in inputs:
+            node = tensor.grad_fn
+            if node is not None and node not in self._nodes:
+                own = isinstance(node, BackwardCFunction)
+                name = node.name().removesuffix("Backward").removesuffix("Backward0")
+                call = Call(Key(name, place, -1), len(self.calls), None, FUNCTION if own else name, Ends([]))
+                call.is_collective = _is_function_of_torch(node)
+                self._claim(node, call)
+
+    def _claim(self, node: Any, call: Call) -> None:
+        """Record the backward of an operation: all its nodes, as far as the nodes of other operations."""
+        queue = [node]
+        while queue:
+            node = queue.pop()
+            if node is None or node in self._nodes or node.name().endswith("AccumulateGrad"):
+                continue
+            self._nodes[node] = call
+            self._handles.append(node.register_hook(partial(_note_backward, self._itself, call)))
+            queue += [inner for inner, _ in node.next_functions]
+
+    def note_backward(self, call: Call, computed: Any, arrived: Any) -> None:
+        """Record the backward of a node."""
+        with _modules.outside_function_modes(), _modules.outside_transforms():
+            given, made = floating(arrived), floating(computed)
+            ends = [self._keep(end for t in tensors for end in _extremes(t)) for tensors in (given, made)]
+            first = next(iter((*made, *given)), None)
+            dtype, shape = (None, ()) if first is None else (first.dtype, shape_of(first))
+            self.gradients.append(Gradient(call, ends[0], ends[1], dtype, shape, self._in_derivative))
+
+    def largest_in_half(self) -> float | None:
+        """Return the largest magnitude of the gradients in half precision, which the loss scale must not overflow."""
+        sizes = [g.computed.largest for g in self.gradients if g.dtype in HALF_DTYPES and not g.is_inner]
+        return max((size for size in sizes if size is not None), default=None)
+
+
+def _note_backward(trace: weakref.ref[Trace], call: Call, computed: Any, arrived: Any) -> None:
+    """Call :meth:`Trace.note_backward`, unless the trace no longer exists."""
+    if (found := trace()) is not None:
+        found.note_backward(call, computed, arrived)
 
 
 def floating(*values: Any) -> list[Tensor]:
@@ -39,12 +377,14 @@ def floating(*values: Any) -> list[Tensor]:
             found += floating(*value)
         elif isinstance(value, dict):
             found += floating(*value.values())
-        elif not isinstance(value, _SCALARS):
-            found += [_modules.behind_transforms(tensor) for _, tensor in floating_in(value)]
+        elif not isinstance(value, (float, int, str, type(None), torch.dtype, torch.device)):
+            found += floating(*(tensor for _, tensor in tensors_in(value)))
     return found
 
 
-_SCALARS = (float, int, str, type(None), torch.dtype, torch.device)
+def floating_in(values: Any) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the floating-point and complex tensors in `values`, with their paths."""
+    return ((path, t) for path, t in tensors_in(values) if t.is_floating_point() or t.is_complex())
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
@@ -52,273 +392,51 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(dense(tensor).shape if tensor.is_nested else tensor.shape)
 
 
-@final
-@dataclass(slots=True)
-class Call:
-    """One forward of one module. Its measurements stay on the device."""
-
-    name: str
-    module: nn.Module
-    number: int  # number of forwards that began before this one
-    outputs: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)  # dtype and shape
-    input_ends: list[Tensor] = field(default_factory=list)  # smallest and largest value of each input
-    output_ends: list[Tensor] = field(default_factory=list)  # smallest and largest value of each output
-    input_sizes: list[Tensor] = field(default_factory=list)  # largest finite magnitude of each input
-
-    @property
-    def takes_nonfinite(self) -> bool:
-        """Return whether an input was not finite. This waits for the device."""
-        return not all(map(math.isfinite, _read(self.input_ends)))
-
-    @property
-    def largest_input(self) -> float | None:
-        """Return the largest finite magnitude of the inputs; `None` without any. This waits for the device."""
-        return max(_read(self.input_sizes), default=None)
+def _extremes(tensor: Tensor) -> tuple[Tensor, ...]:
+    try:
+        return extremes(tensor)
+    except Exception:  # some tensor subclasses, such as quantized weights, cannot be asked
+        return ()
 
 
-@final
-class GradientPlace(NamedTuple):
-    """Identifies a gradient of a step: equal in two traces of the same step, whatever their precisions."""
-
-    where: Where
-    call: int = 0  # number of the forward
-    position: int = 0  # index among its outputs or inputs
-    parameter: str = ""
+def _address(tensor: Tensor) -> int:
+    try:
+        return _sharding.local(tensor).untyped_storage().data_ptr()
+    except Exception:  # a sparse tensor has no storage
+        return -1
 
 
-@final
-@dataclass(slots=True)
-class Arrival:
-    """A gradient that a backward computed."""
-
-    place: GradientPlace
-    call: Call | None  # the forward that has the tensor as output or input; `None` for a parameter
-    ends: tuple[Tensor, ...]  # its smallest and largest value
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    key: tuple[int, int]  # equal for two arrivals of the same gradient
-    is_inner: bool  # computed by `torch.autograd.grad` for a term of the loss: the scale does not multiply it
-
-    @property
-    def largest(self) -> Tensor:
-        """Return its largest magnitude, [], float32; NaN if a value is NaN, 0 without values. On the device."""
-        return torch.stack([end.float() for end in self.ends]).abs().max() if self.ends else torch.zeros(())
-
-    @property
-    def in_half(self) -> bool:
-        """Return whether the gradient, or for an input also an output of the module, is in half precision."""
-        outputs = self.call.outputs if self.place.where == "input" and self.call is not None else []
-        return any(dtype in HALF_DTYPES for dtype in (self.dtype, *(dtype for dtype, _ in outputs)))
+def _as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
-@final
-class Trace(TorchFunctionMode):
-    """Context that watches the forwards and backwards of `module`. It removes all its hooks at the end.
+def _in_fp32(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute on float32, as with `.float()` on the arguments and without autocast."""
+    args, kwargs = to_fp32(args, HALF_DTYPES), to_fp32(kwargs, HALF_DTYPES)
+    device_type = next((t.device.type for t in floating(args, kwargs)), "cpu")
+    with torch.autocast(device_type, enabled=False):
+        result = func(*args, **kwargs)
+        is_cast = known_operation(func).name == "to" and isinstance(result, Tensor)  # pyright: ignore[reportOptionalMemberAccess]
+        return args[0].float() if is_cast and result.dtype in HALF_DTYPES else result
 
-    Args:
-        module: The module to watch, with all its submodules; it must not be compiled.
-        values: Also measure the inputs and outputs of each forward. `False` measures gradients only.
-        bad_parameters: The parameters that are not finite on any rank, for a sharded module; by default each parameter
-            is read where it matters.
 
-    Cost: one pass over every input, output and gradient. For looking into a failure, not for every step.
+def _behind(value: Any) -> Any:
+    return _modules.behind_transforms(value) if isinstance(value, Tensor) else value
 
+
+def _is_function_of_torch(node: Any) -> bool:
+    """Return whether an autograd node is a Function that torch wrote for collective operations.
+
+    Remove when torch tags collective operations.
     """
-
-    def __init__(
-        self, module: nn.Module, *, values: bool = True, bad_parameters: Collection[str] | None = None
-    ) -> None:
-        super().__init__()
-        self.module, self.bad_parameters = module, bad_parameters
-        self.calls: list[Call] = []  # in the order in which they ended
-        self.arrivals: list[Arrival] = []  # in the order in which they were computed
-        self.owners: dict[str, tuple[str, nn.Module]] = {}  # the module of each parameter, with its name
-        # Outermost modules that TorchScript compiled: only gradients of their parameters are watched.
-        self.unseen: list[str] = []
-        self._values = values
-        self._own_parameters: dict[nn.Module, list[tuple[str, str]]] = {}  # by module: own name, qualified name
-        self._watched: dict[int, Tensor] = {}
-        self._handles: list[Any] = []
-        self._num_calls = 0
-        self._open: list[Call] = []
-        self._in_backward = self._in_derivative = False
-
-    @override
-    def __enter__(self) -> Trace:
-        watched: set[nn.Parameter] = set()
-        for full_name, module in self.module.named_modules():
-            name = _modules.plain_name(full_name)
-            if _sharding.is_wrapper(module):
-                continue
-            if isinstance(module, torch.jit.ScriptModule):  # TorchScript modules accept no hooks
-                if not any(name.startswith(f"{outer}.") for outer in self.unseen):
-                    self.unseen.append(name)
-            else:
-                self._handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
-                self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
-            for own_name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and parameter not in watched:  # two modules may share the parameter
-                    watched.add(parameter)
-                    parameter_name = f"{name}.{own_name}" if name else own_name
-                    self.owners[parameter_name] = name, module
-                    self._own_parameters.setdefault(module, []).append((own_name, parameter_name))
-                    self._watch_parameter(parameter, parameter_name)
-        return super().__enter__()
-
-    @override
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._open.clear()
-        self._watched.clear()
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.autograd.grad:
-            return func(*args, **(kwargs or {}))
-        self._in_derivative = True
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self._in_derivative = False
-
-    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._in_backward or _is_redirected(module):  # activation checkpointing runs forwards again
-            return
-        for own_name, parameter_name in self._own_parameters.get(module, ()):
-            # FSDP replaces its shards, whose hooks are not called, by gathered parameters for the forward
-            self._watch_parameter(getattr(module, own_name), parameter_name)
-        call = Call(name, module, self._num_calls)
-        self._num_calls += 1
-        self._open.append(call)
-        with _modules.outside_function_modes(), _modules.outside_transforms():
-            for position, tensor in enumerate(floating(args, kwargs)):
-                if self._values:
-                    call.input_ends.extend(extremes(tensor))
-                    call.input_sizes.append(largest_finite(tensor))
-                self._watch(GradientPlace("input", call.number, position), call, tensor)
-
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._in_backward or not self._open:
-            return
-        # This line is not reached by a forward that raised an exception which the user caught.
-        while self._open and self._open[-1].module is not module:
-            self._open.pop()
-        if not self._open:
-            return
-        call = self._open.pop()
-        self.calls.append(call)
-        with _modules.outside_function_modes(), _modules.outside_transforms():
-            for position, tensor in enumerate(floating(output)):
-                call.outputs.append((tensor.dtype, shape_of(tensor)))
-                if self._values:
-                    call.output_ends.extend(extremes(tensor))
-                self._watch(GradientPlace("output", call.number, position), call, tensor)
-
-    def _watch_parameter(self, parameter: Tensor, name: str) -> None:
-        if id(parameter) not in self._watched and parameter.requires_grad:
-            self._watched[id(parameter)] = parameter
-            place = GradientPlace("parameter", parameter=name)
-            self._handles.append(parameter.register_hook(partial(self._arrived, place, None)))
-
-    def _watch(self, place: GradientPlace, call: Call, tensor: Tensor) -> None:
-        if tensor.requires_grad:
-            self._handles.append(tensor.register_hook(partial(self._arrived, place, call)))
-
-    def _arrived(self, place: GradientPlace, call: Call | None, gradient: Tensor) -> None:
-        with _modules.outside_function_modes(), _modules.outside_transforms():
-            gradient = _modules.behind_transforms(gradient)
-            gradient = _sharding.local(gradient)
-            key = (gradient.data_ptr() if gradient.layout is torch.strided else id(gradient), gradient.numel())
-            ends, shape = extremes(gradient), shape_of(gradient)
-            self.arrivals.append(Arrival(place, call, ends, gradient.dtype, shape, key, self._in_derivative))
-
-    @contextmanager
-    def in_backward(self) -> Generator[None]:
-        """Leave out the forwards that run inside: activation checkpointing repeats them in a backward."""
-        self._in_backward = True
-        try:
-            yield
-        finally:
-            self._in_backward = False
-
-    @property
-    def half_places(self) -> set[GradientPlace]:
-        """Return the places where this pass computed gradients in half precision."""
-        return {arrival.place for arrival in self.arrivals if arrival.in_half and not arrival.is_inner}
-
-    def gradients_in_half(self, half_places: set[GradientPlace]) -> list[Arrival]:
-        """Return the gradients that have to fit into fp16: gradients of parameters, and gradients at `half_places`.
-
-        Without `half_places`, from a run in fp32, all gradients count except gradients of scalars, because the gradient
-        of a loss is fp32, and as large as the scale. Inner gradients do not count, because the scale does not multiply
-        them.
-        """
-        return [
-            arrival
-            for arrival in self.arrivals
-            if not arrival.is_inner
-            and (arrival.place.where == "parameter" or (arrival.place in half_places if half_places else arrival.shape))
-        ]
-
-    def first_bad_call(self, *, overflowed: bool = False) -> Call | None:
-        """Find the first forward with a non-finite output. This waits for the device.
-
-        With `overflowed` minus infinity does not count: masks have it on purpose.
-        """
-        is_good = _is_no_overflow if overflowed else math.isfinite
-        index = _first([call.output_ends for call in self.calls], is_good)
-        return None if index is None else self.calls[index]
-
-    def first_bad_arrival(self) -> Arrival | None:
-        """Find the first gradient that is not finite, and the module whose backward computed it.
-
-        If an output of one module is the input of the next, its gradient is recorded for both modules. The backward of
-        the next module computed it, so the record of the next module is returned; if several nested modules have a
-        record, the innermost module's is returned. This waits for the device.
-        """
-        index = _first([arrival.ends for arrival in self.arrivals], math.isfinite)
-        if index is None:
-            return None
-        first = self.arrivals[index]
-        same = [first]
-        for arrival in self.arrivals[index + 1 :]:
-            if arrival.key != first.key or arrival.place.where == "parameter":
-                break
-            same.append(arrival)
-        consumers = [arrival for arrival in same if arrival.place.where == "input"]
-        return consumers[-1] if consumers else same[0]
+    forward = getattr(type(node), "_forward_cls", None)
+    return str(getattr(forward, "__module__", "")).startswith("torch.distributed.")
 
 
-def magnitudes(arrivals: Sequence[Arrival]) -> list[float]:
-    """Return the largest magnitude of each gradient that has values, NaN if a value is NaN.
+@torch.no_grad()
+def _arrived(result: Tensor) -> Tensor:
+    """Wait until a result has arrived, if a functional collective operation made it. It stays the same tensor.
 
-    This waits for the device once.
+    Remove when torch exports `wait_tensor`.
     """
-    ends = [end for arrival in arrivals for end in arrival.ends]
-    return stack_scalars(ends).view(-1, 2).abs().amax(1).tolist() if ends else []
-
-
-def _read(scalars: Sequence[Tensor]) -> list[float]:
-    return stack_scalars(scalars).tolist() if scalars else []
-
-
-def _first(ends: Sequence[Sequence[Tensor]], is_good: Callable[[float], bool]) -> int | None:
-    """Return the index of the first item whose smallest or largest value is bad. This waits for the device once."""
-    owners = [i for i, own in enumerate(ends) for _ in own]
-    values = _read([end for own in ends for end in own])
-    return next((i for i, value in zip(owners, values, strict=True) if not is_good(value)), None)
-
-
-def _is_no_overflow(value: float) -> bool:
-    return value < math.inf
-
-
-def _is_redirected(module: Any) -> bool:
-    """Return whether the next call of a module's `forward` runs a step, as Lightning arranges for FSDP1.
-
-    Remove when FSDP1 is removed from torch.
-    """
-    return getattr(vars(module).get("forward"), "__qualname__", "").startswith("_ForwardRedirection")
+    return torch.ops._c10d_functional.wait_tensor(result)

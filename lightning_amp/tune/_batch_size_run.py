@@ -79,13 +79,13 @@ def run_once(
     size: int | None,
     trainer_kwargs: Mapping[str, Any],
     folder: Path,
-    on_progress: Callable[[float | None, str], None],
+    tick: Callable[[], object],
 ) -> tuple[Run, Facts]:
     """Train at a batch size, or at the user's own one if it is `None`; return the record of the run and its facts."""
     facts = folder / "facts.json"
     kwargs = short_trainer(trainer_kwargs, Probe(str(facts), size))
     spec = replace(arm, make_module=factories[0], make_data=factories[1], trainer_kwargs=kwargs, folder=str(folder))
-    run = run_in_process(spec, on_progress)
+    run = run_in_process(spec, tick)
     return run, Facts(**json.loads(facts.read_text(encoding="utf-8"))) if facts.exists() else Facts()
 
 

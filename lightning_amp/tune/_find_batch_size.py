@@ -126,7 +126,7 @@ def find_batch_size(
     ):
 
         def run(arm: Spec, size: int | None) -> tuple[Run, Facts]:
-            return run_once(arm, (make_module, make_data), size, kwargs, Path(tempfile.mkdtemp(dir=folder)), shown.move)
+            return run_once(arm, (make_module, make_data), size, kwargs, Path(tempfile.mkdtemp(dir=folder)), shown.tick)
 
         for label, arm in arms.items():
             search = Search(run, arm, memory_limit_gib, shown)

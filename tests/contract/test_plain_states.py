@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support import Poison, Toy, batches, fit
 from torch import Tensor
@@ -27,12 +25,9 @@ from lightning_amp import (
     OverflowLocator,
     ScaleMonitor,
 )
-from lightning_amp.findings import RemedyKind
 from lightning_amp.precision import scaled_grad
-from lightning_amp.reports import Remedy
-from lightning_amp.reports._overflow_report import Cause
+from lightning_amp.reports._overflow import Cause
 
-RECIPES = Path(__file__).parents[2] / "docs" / "guide" / "recipes.md"
 PLAIN = (dict, list, str, int, float, bool, type(None), Tensor)
 
 
@@ -49,17 +44,10 @@ def not_plain(value: Any, path: str) -> Iterator[str]:
 
 
 def test_the_walk_finds_what_is_not_plain() -> None:
-    state = {"a": [1, {"b": Remedy("bf16")}], (1, 2): torch.Size([1])}
+    state = {"a": [1, {"b": torch.Size([1])}], (1, 2): torch.Size([1])}
     assert list(not_plain(state, "state")) == [
-        "state.a[1].b: Remedy", "state.a[1].b[1]: tuple", "state (key): tuple", "state.(1, 2): Size",
+        "state.a[1].b: Size", "state (key): tuple", "state.(1, 2): Size",
     ]  # fmt: skip
-
-
-def too_short(module: Any, batch: Tensor) -> Tensor:
-    """Three labels for two time steps, which no alignment fits."""
-    log_probs = module.encoder(batch).float().view(2, 2, -1).log_softmax(-1)
-    lengths = torch.tensor([2, 2]), torch.tensor([3, 3])
-    return F.ctc_loss(log_probs, torch.ones(2, 3, dtype=torch.long), *lengths)
 
 
 class Penalised(Toy):
@@ -104,21 +92,17 @@ def planted(name: str, *tries: str) -> Situation:
 
 
 SITUATIONS = {
-    "range": planted("an exponential in an InfoNCE loss", "bf16", "clamp", "fp32_modules", "operation in fp32"),
-    "scores": planted("attention scores between modules", "operation without autocast"),
-    "logarithm": planted("a logarithm of 0", "epsilon"),
-    "mask": planted("a row that is masked entirely", "finite mask"),
-    "large loss": planted("a loss that is summed", "divisor"),
-    "large gradient": planted("a gradient inside that overflows", "scale"),
+    "range": planted("an exponential in an InfoNCE loss", "AmpPrecision", "fp32_modules"),
+    "loss": planted("the log-variance of a VAE", "the loss in fp32"),
+    "large loss": planted("a loss that is summed", "dividing the loss by"),
+    "large gradient": planted("a gradient inside that overflows", "scaler="),
+    "mask": planted("a row that is masked entirely"),
     "weight": planted("a weight that is NaN"),
     "learning rate": dataclasses.replace(
         planted("a learning rate that becomes NaN"), data=lambda: DataLoader([*plain_data()] * 2, batch_size=None)
     ),
     "batch": planted("a batch with NaN"),
-    "sigmoid": planted("a sigmoid that is 1 in fp16", "source in fp32"),
-    "sigmoid in bf16": planted("a sigmoid that is 1 in bf16", "logsigmoid"),
-    "bf16": planted("a root at 0 in bf16", "epsilon"),
-    "CTC": Situation(lambda: Net(too_short), data=plain_data, cause="loss", tries={"zero_infinity"}),
+    "bf16": planted("a root at 0 in bf16"),
     "not reproduced": Situation(poison={"gradient": [2]}, cause="not reproduced"),
     "losses": Situation(poison={"loss": [2, 5]}),
     "torch's scaler": Situation(
@@ -133,10 +117,8 @@ SITUATIONS = {
 }
 
 
-def test_every_cause_and_every_remedy_occurs() -> None:
+def test_every_cause_occurs() -> None:
     assert {situation.cause for situation in SITUATIONS.values()} - {""} == set(get_args(Cause))
-    tried = set[str]().union(*(situation.tries for situation in SITUATIONS.values()))
-    assert tried == set(get_args(RemedyKind)) - {""}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -165,7 +147,8 @@ def test_states_are_plain_and_come_back(name: str, tmp_path: Path) -> None:
         if isinstance(again, OverflowLocator) and isinstance(one, OverflowLocator):
             assert again.reports == one.reports
             assert situation.cause in ("", *(report.cause for report in one.reports))
-            assert situation.tries <= {remedy.kind for report in one.reports for remedy in report.remedies}
+            tried = [setting for report in one.reports for setting, _ in report.remedies]
+            assert all(any(setting.startswith(start) for setting in tried) for start in situation.tries)
 
 
 @pytest.fixture
@@ -189,22 +172,3 @@ def resumed(path: Path) -> OverflowLocator:
 def test_a_run_resumes_after_a_report(overflowed: tuple[Path, OverflowLocator]) -> None:
     path, before = overflowed
     assert resumed(path).reports[: len(before.reports)] == before.reports
-
-
-@pytest.mark.usefixtures("weights_only")
-def test_a_file_with_remedies_of_before_resumes_with_the_documented_line(
-    overflowed: tuple[Path, OverflowLocator],
-) -> None:
-    path, before = overflowed
-    checkpoint = torch.load(path, weights_only=True)
-    reports = [dataclasses.asdict(report) for report in before.reports]  # the layout that earlier versions wrote
-    assert type(reports[0]["remedies"][0]) is Remedy
-    checkpoint["callbacks"]["OverflowLocator"]["reports"] = reports
-    torch.save(checkpoint, path)
-    refused = r"lightning_amp\.reports\._overflow_report\.Remedy was not an allowed global"  # its name in earlier files
-    with pytest.raises(pickle.UnpicklingError, match=refused):
-        resumed(path)
-    with torch.serialization.safe_globals([Remedy]):
-        locator = resumed(path)
-    assert locator.reports[: len(before.reports)] == before.reports
-    assert "with torch.serialization.safe_globals([Remedy]):\n" in RECIPES.read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ from lightning_amp import AmpPrecision
 from lightning_amp.compare import Plan, Point, Run
 
 IN_HAND = {"fp32_region", "scaled_grad", "unscale_"} | {
-    "ScaleHistory", "ComparisonTable", "GradientTable", "OverflowReport",
+    "ScaleHistory", "ComparisonTable", "GradientTable", "Overflow",
 }  # fmt: skip
 """Public beside `lightning_amp.__all__`: the functions of a room, and what the callbacks hand out."""
 

@@ -324,7 +324,7 @@ def numbers(kind: type[Split], layout: str, precision: str) -> dict[str, Any]:
             weights = [p.detach().clone() for p in module.parameters()]
     else:
         weights = [modules.whole(p) for p in module.parameters()]
-    rows = [list(row) for row in monitor.table.last]
+    rows = [list(row) for row in monitor.table if row.step == 1]
     found = {"gradients": {row[1]: row for row in rows}, "fp32": {r.metric: r.fp32 for r in comparison.table.last}}
     found["by_hand"] = by_hand.rows
     found["amp"] = {r.metric: r.amp for r in comparison.table.last}
@@ -351,7 +351,7 @@ def single(kind: type[Split], precision: str, replicas: int, weights: list[Tenso
         batches = [(module.loss(batch), module.net(batch[0]) - batch[0].sum(1, keepdim=True)) for batch in loaders[1]]
     losses, errors = zip(*batches, strict=True)
     values = {"val_loss": float(torch.stack(losses).mean()), "error": float(torch.cat(errors).square().mean())}
-    return {"gradients": {row.name: list(row) for row in monitor.table.last}, "fp32": values}
+    return {"gradients": {row.name: list(row) for row in monitor.table if row.step == 1}, "fp32": values}
 
 
 def together(module: Split, replicas: int, training: bool) -> Any:

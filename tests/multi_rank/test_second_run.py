@@ -50,37 +50,37 @@ QUICK = [
 ON_RANK_1 = "shard 1 of 2 in mesh dimension"
 FAULTS: dict[int, dict[str, tuple[int, str, str, list[str]]]] = {
     2: {
-        "data of rank 1": (1, "batch", "", ["1 in `batch[0]`", "clean the data"]),
-        "data of rank 0": (0, "batch", "", ["1 in `batch[0]`", "clean the data"]),
-        "data, tp": (0, "batch", "", ["1 in `batch[0]`", "clean the data"]),
+        "data of rank 1": (1, "batch", "", ["batch[0]: 1 of ", "fix: the data"]),
+        "data of rank 0": (0, "batch", "", ["batch[0]: 1 of ", "fix: the data"]),
+        "data, tp": (0, "batch", "", ["batch[0]: 1 of ", "fix: the data"]),
         "shard of a weight": (1, "weights", f"{ON_RANK_1} `data_parallel`", ["`net.1.up.weight`", "checkpoint"]),
         "shard of a weight, policy": (1, "weights", f"{ON_RANK_1} `data_parallel`", ["`net.1.up.weight`"]),
         "shard of a weight, tp": (1, "weights", f"{ON_RANK_1} `tensor_parallel`", ["`net.1.up.weight`"]),
-        "forward": (1, "forward", "", ["`mul` in `net.2`", '"return (x + 2) * 6e4', "'bf16'"]),
-        "forward, fsdp1": (0, "forward", "", ["`mul` in `net.2`", '"return (x + 2) * 6e4', "'bf16'"]),
+        "forward": (1, "forward", "", ["net.2: mul gave", "return (x + 2) * 6e4", 'AmpPrecision("bf16")']),
+        "forward, fsdp1": (0, "forward", "", ["net.2: mul gave", "return (x + 2) * 6e4", 'AmpPrecision("bf16")']),
         "forward in a shard": (
-            1, "forward", f"{ON_RANK_1} `tensor_parallel`", ["`mul` in `net.1.middle`", '"return (x + 2) * 6e4'],
+            1, "forward", f"{ON_RANK_1} `tensor_parallel`", ["net.1.middle: mul gave", "return (x + 2) * 6e4"],
         ),
-        "backward": (1, "backward", "", ["`Infinite`", '"return gradient * torch.inf"']),
-        "loss": (0, "loss", "", ["`log`", '"return loss + torch.log(']),
+        "backward": (1, "backward", "", ["Infinite gave", "return gradient * torch.inf"]),
+        "loss": (0, "loss", "", ["log gave", "return loss + torch.log("]),
         "buffer": (1, "weights", "", ["`net.2.factor`"]),
-        "mask": (1, "forward", "", ["rows are masked entirely", '"return torch.softmax(scores + mask', "unmasked"]),
-        "root": (1, "backward", "", ["`sqrt` in `net.2`", '"return x + torch.sqrt(', "an epsilon"]),
-        "entropy": (1, "loss", "", ["`cross_entropy`", '"loss = loss + F.cross_entropy(', "'bf16'"]),
-        "loss scale": (0, "backward", "", ["a loss scale of"]),
-        "loss, and the scale of another rank": (1, "loss", "", ["`div`", '"return loss + part / (part * 0)']),
-        "detached loss, and the scale of another rank": (1, "loss", "", ["`div`", '"return loss + part / (part * 0)']),
+        "mask": (1, "forward", "", ["a row is masked entirely", "return torch.softmax(scores + mask", "unmasked"]),
+        "root": (1, "backward", "", ["net.2: sqrt gave", "return x + torch.sqrt(", "an epsilon"]),
+        "entropy": (1, "loss", "", ["cross_entropy gave", "loss = loss + F.cross_entropy(", 'AmpPrecision("bf16")']),
+        "loss scale": (0, "backward", "", ["the largest true gradient is"]),
+        "loss, and the scale of another rank": (1, "loss", "", ["div gave", "return loss + part / (part * 0)"]),
+        "detached loss, and the scale of another rank": (1, "loss", "", ["div gave", "return loss + part / (part"]),
         **{
-            f"gathered {what}": (1, "loss", "", ["`log`", code])
+            f"gathered {what}": (1, "loss", "", ["log gave", code])
             for what, code in {
-                "rows": '"rows = torch.log(', "rows, ddp": '"rows = torch.log(',
-                "gradients": '"return loss + torch.log(', "gradients, ddp": '"return loss + torch.log(',
+                "rows": "rows = torch.log(", "rows, ddp": "rows = torch.log(",
+                "gradients": "return loss + torch.log(", "gradients, ddp": "return loss + torch.log(",
             }.items()
         },
     },
     4: {
-        "data": (2, "batch", "", ["1 in `batch[0]`"]),  # of the second replica, whose first rank is 2
-        "forward in a shard": (3, "forward", f"{ON_RANK_1} `tensor_parallel`", ["`mul` in `net.1.middle`"]),
+        "data": (2, "batch", "", ["batch[0]: 1 of "]),  # of the second replica, whose first rank is 2
+        "forward in a shard": (3, "forward", f"{ON_RANK_1} `tensor_parallel`", ["net.1.middle: mul gave"]),
         "shard of a weight": (3, "weights", f"{ON_RANK_1} `tensor_parallel`", ["`net.1.up.weight`"]),
         "shard of a weight, hsdp": (3, "weights", f"{ON_RANK_1} `shard`", ["`net.1.up.weight`"]),
     },
@@ -201,40 +201,35 @@ def test_a_fault_is_named_with_rank_and_line_by_the_same_words_on_all_ranks(
 
 
 @pytest.mark.parametrize("name", ["fault, validation", pytest.param("fault, validation, tp", marks=pytest.mark.slow)])
-def test_a_fault_in_validation_alone_is_named_with_module_line_and_remedy(name: str, ranks_of: Any) -> None:
+def test_a_fault_in_validation_alone_is_named_with_module_and_remedy(name: str, ranks_of: Any) -> None:
     ranks = ranks_of(2, name)
     for rank in ranks:
         assert rank["reports"] == []
         assert rank["metric"] == ranks[0]["metric"]
-        for text in ("rank 1", "`net.2` (Amplify)", '"return (x + 2) * 6e4', "works"):
+        for text in ("`net.2` (Amplify): its output is not finite in fp16", "(tried: works)"):
             assert text in rank["metric"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "where", "shard"),
+    ("name", "where"),
     [
-        ("shard of a weight", "net.1.up.weight", f", rank 1 ({ON_RANK_1} `data_parallel`)"),
-        ("shard of a weight, tp", "net.1.up.weight", f", rank 1 ({ON_RANK_1} `tensor_parallel`)"),
-        ("buffer", "net.2.factor", ", rank 1"),
+        ("shard of a weight", "net.1.up.weight"),
+        ("shard of a weight, tp", "net.1.up.weight"),
+        ("buffer", "net.2.factor"),
     ],
 )
-def test_a_bad_shard_or_buffer_in_validation_is_named_on_all_ranks(
-    name: str, where: str, shard: str, ranks_of: Any
-) -> None:
+def test_a_bad_shard_or_buffer_in_validation_is_named(name: str, where: str, ranks_of: Any) -> None:
     for rank in ranks_of(2, f"fault, {name}"):
-        assert f"values that are not finite in `{where}`" in rank["metric"]
-        assert shard in rank["metric"]
-        assert all(rank["metric"] in said for said in rank["said"])
-        assert "outside of all modules" not in "".join(rank["said"])
-        assert all(f"values that are not finite in `{where}`" in said for said in rank["said"])
+        assert rank["metric"] == ""
+        assert all("values that are not finite: " in said and f"`{where}`" in said for said in rank["said"])
 
 
 @pytest.mark.slow
 def test_no_cause_is_searched_with_other_weights_than_those_of_the_validation(ranks_of: Any) -> None:
     for rank in ranks_of(2, "fault, validation, swapped"):
-        assert "cause: not found" in rank["metric"]
-        assert "the weights changed before the end of the evaluation" in rank["metric"]
+        assert rank["metric"] == ""
+        assert all("the first batches of the evaluation do not show why" in said for said in rank["said"])
 
 
 @pytest.mark.parametrize(("size", "name"), cases(NUMBERS, QUICK_NUMBERS))

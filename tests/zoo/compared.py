@@ -120,7 +120,7 @@ def here(spec: Spec, on_progress: Callable[..., object] = lambda *_: None) -> Ru
     """Train in this process instead of `run_in_process`, which takes seconds to import everything."""
     folder = Path(spec.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    return train(spec, folder, time.time())
+    return train(spec, time.time())
 
 
 def spec(

@@ -111,7 +111,7 @@ class Fault(Entry):
         data: Batches.
         says: Words that the advice must contain.
         never: Words that the advice must not contain.
-        remedy: A kind of remedy that must have worked.
+        remedy: The beginning of a remedy that must have worked.
         scaler: The scaler of the plugin.
         is_taken: Whether the steps are taken.
 
@@ -158,6 +158,9 @@ def mean_of(name: str) -> Callable[[Any, Tensor], Tensor]:
     return lambda module, batch: getattr(module, name)(module.encoder(batch)).float().mean()
 
 
+BF16 = 'AmpPrecision("bf16")'
+LOSS = "the loss in fp32"
+
 T = TypeVar("T", bound=Callable[..., Any])
 
 
@@ -186,9 +189,9 @@ def fault(
     return plant
 
 
-WRONG: dict[str, Any] = {"in_fp32": "not finite", "never": ("'bf16'",)}
+WRONG: dict[str, Any] = {"in_fp32": "not finite", "never": ("bf16",)}
 """Wrong in every precision."""
-EPSILON: dict[str, Any] = WRONG | {"says": "an epsilon", "remedy": "epsilon"}
+EPSILON: dict[str, Any] = WRONG | {"says": "an epsilon"}
 DIVISOR: dict[str, Any] = EPSILON | {"says": "an epsilon in the divisor"}
 MASK: dict[str, Any] = WRONG | {"says": "unmasked"}
 
@@ -198,7 +201,7 @@ MASK: dict[str, Any] = WRONG | {"says": "unmasked"}
 
 @fault(
     "an exponential in an InfoNCE loss", "forward", "exp", "torch.exp(sim)", part="contrast", loss=mean_of,
-    says="subtract the maximum", remedy="bf16",
+    says="subtract the maximum", remedy=BF16,
 )  # fmt: skip
 class Contrast(Part):
     """InfoNCE by hand."""
@@ -226,7 +229,7 @@ class Attention(Part):
         return self.proj(torch.softmax(scores.float() / 1e4, -1) @ x)
 
 
-@fault("an activation of 1e5", "forward", "mul", "* self.by", part="middle", remedy="bf16")
+@fault("an activation of 1e5", "forward", "mul", "* self.by", part="middle", remedy=BF16)
 class Amplifier(Part):
     def forward(self, x: Tensor) -> Tensor:
         self.by = 10.0 if self.cured else 1e5
@@ -234,7 +237,7 @@ class Amplifier(Part):
 
 
 @fault(
-    "a square in half", "forward", "sum", ".pow(2).sum(", part="energy", loss=mean_of, remedy="operation in fp32"
+    "a square in half", "forward", "sum", ".pow(2).sum(", part="energy", loss=mean_of, remedy="fp32_modules"
 )  # fmt: skip
 class Energy(Part):
     def forward(self, x: Tensor) -> Tensor:
@@ -242,7 +245,7 @@ class Energy(Part):
         return (x.float() if self.cured else x).pow(2).sum(-1, keepdim=True).sqrt() / 100
 
 
-@fault("an RMSNorm in half", "forward", "pow", "wide.pow(2)", part="norm", remedy="bf16")
+@fault("an RMSNorm in half", "forward", "pow", "wide.pow(2)", part="norm", remedy=BF16)
 class RmsNorm(Part):
     """A norm by hand, in the dtype of its input."""
 
@@ -272,7 +275,7 @@ class Distances(Part):
 
 @fault(
     "a softplus by hand", "forward", "exp", "torch.exp(x", part="soft",
-    says="keep the argument of `exp` small", remedy="bf16",
+    says="keep the argument of `exp` small", remedy=BF16,
 )  # fmt: skip
 class SoftPlus(Part):
     def forward(self, x: Tensor) -> Tensor:
@@ -294,7 +297,7 @@ class Calibrated(Part):
         )
 
 
-@fault("the log-variance of a VAE", "loss", "exp", "log_var.exp()", remedy="operation in fp32")
+@fault("the log-variance of a VAE", "loss", "exp", "log_var.exp()", remedy=LOSS)
 def kl(module: Any, batch: Tensor, cured: bool) -> Tensor:
     """An unbounded function."""
     z = module.encoder(batch)
@@ -305,7 +308,7 @@ def kl(module: Any, batch: Tensor, cured: bool) -> Tensor:
 
 @fault(
     "an epsilon that float16 does not hold", "forward", "div", "z / norm",
-    says="an epsilon that float16 holds (1e-6, tried: works)", remedy="bf16",
+    says="an epsilon that float16 holds", remedy=BF16,
 )  # fmt: skip
 def small_epsilon(module: Any, batch: Tensor, cured: bool) -> Tensor:
     """1e-8 is 0 in float16."""
@@ -326,8 +329,8 @@ def sum_in_half(module: Any, batch: Tensor, cured: bool) -> Tensor:
 
 @fault(
     "a loss that is summed in half", "loss", "sum", "(errors.float() if cured else errors).sum()",
-    says="it adds up 32 finite values, and the sum leaves the range of float16; in fp32 it is finite, up to",
-    remedy="operation in fp32",
+    says="sum gave 115,000, fp16 ends at 65,504: it adds up 32 finite values",
+    remedy=LOSS,
 )  # fmt: skip
 def errors_summed(module: Any, batch: Tensor, cured: bool) -> Tensor:
     """Each error fits into float16, their sum does not."""
@@ -342,14 +345,14 @@ def to_half(module: Any, batch: Tensor, cured: bool) -> Tensor:
     return ((z.float() - (target if cured else target.half()).float()) / 1e5).square().mean()
 
 
-@fault("a loss that is summed", "backward", says="dividing the loss", remedy="divisor")
+@fault("a loss that is summed", "backward", says="dividing the loss", remedy="dividing the loss")
 def summed(module: Any, batch: Tensor, cured: bool) -> Tensor:
     loss = mse(module, batch) * 1e8
     return loss / 2**20 if cured else loss
 
 
 @fault(
-    "a static scale that is too high", "backward", scaler=2.0**20, says="a loss scale of", remedy="scale",
+    "a static scale that is too high", "backward", scaler=2.0**20, says="the largest true", remedy="scaler=",
     cured={"scaler": 0.25},
 )  # fmt: skip
 def large(module: Any, batch: Tensor, cured: bool) -> Tensor:
@@ -357,8 +360,8 @@ def large(module: Any, batch: Tensor, cured: bool) -> Tensor:
 
 
 @fault(
-    "a gradient inside that overflows", "backward", part="inner", module=None, scaler=2.0**14, says="a loss scale of",
-    remedy="scale",
+    "a gradient inside that overflows", "backward", part="inner", module=None, scaler=2.0**14, says="the largest true",
+    remedy="scaler=",
 )  # fmt: skip
 class Inner(Part):
     """The gradient inside is 300 times as large as the gradient of any parameter."""
@@ -372,7 +375,7 @@ class Inner(Part):
         return self.second(self.first(x) / self.gain) * self.gain
 
 
-@fault("a hidden state that grows", "forward", "linear", "self.cell(state)", module="cell", remedy="bf16")
+@fault("a hidden state that grows", "forward", "linear", "self.cell(state)", module="cell", remedy=BF16)
 class Recurrent(Ill):
     def __init__(self, cured: bool) -> None:
         super().__init__(cured, cell=nn.Linear(WIDTH, WIDTH))
@@ -388,7 +391,7 @@ class Recurrent(Ill):
 
 @fault(
     "labels with holes that are masked", "loss", "square", "(out * 1000).square()", data=holes,
-    remedy="operation in fp32",
+    remedy=LOSS,
 )  # fmt: skip
 def masked_holes(module: Any, batch: Any, cured: bool) -> Tensor:
     """The missing values are handled; another value is wrong."""
@@ -402,13 +405,12 @@ def masked_holes(module: Any, batch: Any, cured: bool) -> Tensor:
 
 @fault(
     "a sigmoid that is 1 in fp16", "loss", "log", "torch.log(1 - fooled)",
-    says='"fooled = torch.sigmoid(score.float() if self.cured else score)" is rounded to half precision, so that',
-    never=("epsilon", "'bf16'"), remedy="source in fp32",
+    says="an argument is 0, which it is not in fp32",
+    never=("epsilon", "bf16"), remedy="fp32_modules",
 )  # fmt: skip
 @fault(
     "a sigmoid that is 1 in bf16", "loss", "log", "torch.log(1 - fooled)", precision="bf16",
-    says="`F.logsigmoid(-x)` in the place of `log(1 - sigmoid(x))` (tried: works)", never=("epsilon",),
-    remedy="source in fp32",
+    says="`F.logsigmoid`", never=("epsilon",), remedy="fp32_modules",
 )  # fmt: skip
 class Generator(Ill):
     """`log(1 - D(x))` by hand, for a sigmoid that is 1 in half precision but not in float32."""
@@ -440,7 +442,7 @@ def normalised(module: Any, batch: Tensor, cured: bool) -> Tensor:
 
 @fault(
     "a logarithm of 0", "loss", "log", "torch.log(", in_fp32="not finite",
-    says="an epsilon in the argument of `log`", never=("bf16", "fp32_modules"), remedy="epsilon",
+    says="an epsilon in the argument of `log`", never=("bf16", "fp32_modules"),
 )  # fmt: skip
 def log_of_zero(module: Any, batch: Tensor, cured: bool) -> Tensor:
     p = torch.relu(module.encoder(batch)).float().sum(-1) * 0 + (batch[:, 0] > 0).float()
@@ -448,7 +450,7 @@ def log_of_zero(module: Any, batch: Tensor, cured: bool) -> Tensor:
     return -torch.log(p + 1e-6 if cured else p).mean()
 
 
-ROOT = EPSILON | {"never": ("'bf16'", "fp32_modules", "nothing, if")}
+ROOT = EPSILON | {"never": ("bf16", "fp32_modules", "nothing, if")}
 
 
 @fault("a root at 0 in a distance", "backward", "sqrt", "torch.sqrt(", **ROOT)
@@ -460,7 +462,7 @@ def distance(module: Any, batch: Tensor, cured: bool) -> Tensor:
     return torch.sqrt(squared + 1e-6 if cured else squared).mean()
 
 
-PENALTY = EPSILON | {"never": ("'bf16'", "nothing, if")}
+PENALTY = EPSILON | {"never": ("bf16", "nothing, if")}
 
 
 @fault("a penalty at 0", "backward", "sqrt", ".sqrt()", **PENALTY)
@@ -594,7 +596,7 @@ class Experts(Part):
 
 @fault(
     "a batch without a label", "loss", "div", "each.sum() / ", in_fp32="not finite", data=labelled,
-    says="a divisor is 0", never=("'bf16'", "fp32_modules", "smaller"),
+    says="a divisor is 0", never=("bf16", "fp32_modules", "smaller"),
 )  # fmt: skip
 def no_labels(module: Any, batch: Any, cured: bool) -> Tensor:
     x, y = batch
@@ -639,7 +641,7 @@ def huge_ratio(module: Any, batch: Tensor, cured: bool) -> Tensor:
 
 @fault(
     "a row that is masked entirely", "loss", "softmax", "torch.softmax(scores",
-    remedy="finite mask", **MASK | {"never": ("'bf16'", "fp32_modules", "scale")},
+    **MASK | {"never": ("bf16", "fp32_modules", "scale")},
 )  # fmt: skip
 def masked_row(module: Any, batch: Tensor, cured: bool) -> Tensor:
     z = module.encoder(batch)
@@ -653,8 +655,7 @@ def masked_row(module: Any, batch: Tensor, cured: bool) -> Tensor:
     return (weights @ z.float()).float().square().mean()
 
 
-@fault("two masks that hide a row", "forward", "softmax", "torch.softmax(scores", part="masks", remedy="finite mask",
-       **MASK)  # fmt: skip
+@fault("two masks that hide a row", "forward", "softmax", "torch.softmax(scores", part="masks", **MASK)  # fmt: skip
 class Masks(Part):
     """The sum of a causal mask and a padding mask, which masks all of a row."""
 
@@ -688,7 +689,7 @@ class Student(Ill):
 
 @fault(
     "an outlier whose square leaves float32", "forward", "square", ".square()", in_fp32="not finite", precision="bf16",
-    data=with_row(6, 1e25), says="an outlier in the data", never=("'bf16'", "'fp32'"),
+    data=with_row(6, 1e25), says="an outlier in the data", never=("bf16", "'fp32'"),
 )  # fmt: skip
 def outlier(module: Any, batch: Tensor, cured: bool) -> Tensor:
     powers = F.layer_norm(batch.square() if not cured else batch.clamp(-5, 5).square(), (WIDTH,))
@@ -746,7 +747,7 @@ class Table(nn.Module):
         return x + self.table
 
 
-BAD_BATCH: dict[str, Any] = {"in_fp32": "not finite", "module": "encoder.0", "says": "clean the data"}
+BAD_BATCH: dict[str, Any] = {"in_fp32": "not finite", "module": "encoder.0", "says": "the data; no precision helps"}
 
 
 @fault("a batch with NaN", "batch", data=with_row(6, float("nan")), **BAD_BATCH)

@@ -1,37 +1,33 @@
-"""Find out why a step was skipped: run its batches again, also in fp32, and try remedies."""
+"""Find out why a step was skipped: run its batches again, also in fp32, and try at most three remedies."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins import Precision
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp._text import named
-from lightning_amp.casting import Choice, Fp32Modules, our_name, runnable
+from lightning_amp._text import exact, literal, named
+from lightning_amp.casting import Fp32Modules, runnable
 from lightning_amp.causes._bad_shards import bad_shards
-from lightning_amp.causes.overflow._blame import Blame, blame, blame_without_fp32, key_with_fp32, key_without_fp32
-from lightning_amp.causes.overflow._everybody import Explained, try_together
-from lightning_amp.causes.overflow._remedies import Case, calls_like, modules_after, try_remedies
-from lightning_amp.findings import Remedy, StepRecord
+from lightning_amp.findings import StepRecord
 from lightning_amp.numerics import (
+    FORMATS,
     HALF_DTYPES,
-    all_finite,
+    count_nonfinite,
     fitting_scale,
     largest_finite,
     nonfinite_gradients,
     stack_scalars,
 )
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.reports import OverflowReport, ScaleIs, cause_of
+from lightning_amp.reports import Overflow, ScaleIs
 from lightning_amp.shadow import (
     BOUNDARY,
     BatchWindow,
@@ -42,27 +38,43 @@ from lightning_amp.shadow import (
     TrainingPass,
     gather,
     is_sharded,
+    tensor_parallel_size,
 )
-from lightning_amp.tracing import Diagnosis, Edit, GradientPlace, OperationWatch, Place, Trace, diagnose, magnitudes
+from lightning_amp.tracing import (
+    Call,
+    Gradient,
+    Trace,
+    bad_entries,
+    bad_loss,
+    described,
+    first_bad,
+    first_difference,
+    has_fault,
+    is_received,
+    maker_module,
+    position,
+    taking_modules,
+)
+
+_SCALES = (1.0, 2.0**-20)
+"""Loss scales at which a finite forward runs again; at the second one every gradient fits that is finite at all."""
+RECEIVED = 2**62
+"""The position of a fault whose first bad values came from another rank."""
 
 
 def blank_report(
     trainer: Trainer, module: LightningModule, window: BatchWindow, record: StepRecord, weight_at_start: float | None
-) -> OverflowReport:
+) -> Overflow:
     """Return the report of a step with those fields that need no replay."""
     first, last = window.span
-    return OverflowReport(
+    return Overflow(
         record=record,
         rank=trainer.global_rank,
         world_size=trainer.world_size,
         epoch=trainer.current_epoch,
         batch_idx=last,
         window=(first, last),
-        num_replayed=0,
-        cause="not reproduced",
-        diagnosis=Diagnosis("none"),
         parameters=nonfinite_gradients(_modules.plain_parameters(module)),
-        precision=Choice.of(record.precision).canonical,
         largest_weights=None if weight_at_start is None else (weight_at_start, largest_weight(trainer, module)),
         scale_is=_scale_is(getattr(trainer.precision_plugin, "scaler", None), record),
     )
@@ -85,196 +97,331 @@ def largest_weight(trainer: Trainer, module: LightningModule) -> float:
 
 
 def explain(
-    trainer: Trainer,
-    module: LightningModule,
-    window: BatchWindow,
-    report: OverflowReport,
-    known: Collection[str] = (),
-) -> Explained:
+    trainer: Trainer, module: LightningModule, window: BatchWindow, report: Overflow, known: Collection[str] = ()
+) -> Overflow:
     """Run the batches of a window again until one is not finite, and complete a report.
 
     This never raises and changes nothing. All ranks must call it. All of them run the same number of passes, whatever
     each of them finds. If the key of the cause is in `known`, neither a run in fp32 nor remedies follow.
     """
-    ranks, record, device = Lockstep(trainer), report.record, trainer.strategy.root_device
     steps = list(window.kept)
     steps = steps[-min(gather(trainer, len(steps))) :]
-    found: Explained | None = None
-    number, step, note = 0, steps[-1], _edited(steps[-1])
-    bad_parameters = bad_shards(trainer, module)
+    report = replace(report, note=_edited(steps[-1]))
     with ExitStack() as stack:
-
-        def start() -> TrainingPass:
-            return stack.enter_context(closing(TrainingPass(trainer, module)))
-
         try:
-            replay = ranks.run(start)
-            for number, step in enumerate(steps, start=1):
-                run = ranks.run(partial(_run_as_it_was, replay, step, record.scale, bad_parameters))
-                note, is_new = "; ".join(filter(None, (_edited(step), _unseen(run.unseen)))), False
-                is_first = found is None and run.found.cause != "none"
-                if is_first:
-                    found = _on_its_rank(_without_fp32(report, run, step, number, note), bad_parameters)
-                    is_new = found.key not in known
-                is_origin = is_first and found is not None and not found.is_received
-                if ranks.any(is_origin):  # its report is enough
-                    is_new &= is_origin
-                if ranks.any(is_new):
-                    in_fp32 = ranks.run(partial(_run_in_fp32, trainer, module, replay, step, run))
-                    scale = 1.0 if report.scale_is == "dynamic" else record.scale
-                    rerun = _Rerun(trainer.precision_plugin, device.type, replay, step, scale)
-                    look = partial(
-                        _blamed, trainer, module, found if is_new else None, rerun, run, in_fp32, bad_parameters
-                    )
-                    if bad_parameters is not None:
-                        blamed, case = ranks.run(look)
-                        tried = try_together(trainer, ranks, rerun.is_finite, blamed, case)
-                    else:
-                        with ranks.until_all_are_done(rerun.is_finite):
-                            blamed, case = look()
-                            tried = [] if case is None else try_remedies(ranks, case)
-                    if blamed is not None:
-                        found = _with_remedies(blamed, tried)
-                if ranks.all(found is not None):
-                    break
+            elsewhere = bad_shards(trainer, module)
+            ranks = Lockstep(trainer)
+            replay = ranks.run(lambda: stack.enter_context(closing(TrainingPass(trainer, module))))
+            return _Search(trainer, module, ranks, replay, report, elsewhere).explain(steps, known)
         except OtherRankFailedError:
-            pass
+            return report
         except Exception as error:
             failure = Failure.of(error, "the training step", "the replay")
-            if found is None:
-                too_large = ": there is no cause to report. A smaller batch needs less" * failure.out_of_memory
-                return _not_found(report, step, max(number - 1, 0), failure.text + too_large)
-    return found or _not_found(report, steps[-1], len(steps), note)
+            too_large = ": there is no cause to report. A smaller batch needs less" * failure.out_of_memory
+            return replace(report, note=failure.text + too_large)
 
 
-def _blamed(
-    trainer: Trainer,
-    module: LightningModule,
-    found: Explained | None,
-    rerun: _Rerun,
-    run: _StepAsItWas,
-    in_fp32: _StepInFp32 | Failure,
-    bad_parameters: Mapping[str, tuple[int, str]] | None,
-) -> tuple[Explained | None, Case | None]:
-    """Complete the diagnosis of this rank, if it has a new one, and return the case for which remedies are tried."""
-    if found is None:
-        return None, None
-    found, blamed = _with_fp32(found, rerun.replay.module, run, in_fp32, rerun.step, bad_parameters)
-    if isinstance(in_fp32, Failure) and in_fp32.out_of_memory:
-        return found, None
-    return found, _case(trainer, module, found.report.record, blamed, run, in_fp32, rerun)
+@final
+class _Run(NamedTuple):
+    """One run of a step."""
+
+    trace: Trace
+    loss: float | None
+    parameters: tuple[str, ...]  # parameters with gradients that are not finite
+
+    @property
+    def is_bad(self) -> bool:
+        return bad_loss(self.trace) is not None or any(g.bad for g in self.trace.gradients) or bool(self.parameters)
 
 
-def _with_remedies(found: Explained, tried: list[Remedy]) -> Explained:
-    by_scale = [remedy.kind for remedy in tried if remedy.worked and remedy.kind in ("scale", "divisor")]
-    report = replace(found.report, remedies=tuple(tried))
-    return found._replace(report=report, key=by_scale[-1] if by_scale else found.key)
+@final
+class _Search:
+    """The search for the cause of one skipped step, on all ranks together."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        ranks: Lockstep,
+        replay: TrainingPass,
+        report: Overflow,
+        elsewhere: Mapping[str, tuple[int, str]] | None,
+    ) -> None:
+        self._trainer, self._module, self._ranks, self._replay = trainer, module, ranks, replay
+        self._blank, self._elsewhere = report, elsewhere
+        self._used_scale = report.record.scale
+
+    def explain(self, steps: Sequence[KeptBatch], known: Collection[str]) -> Overflow:
+        """Run the step as it was, at a lower scale, in fp32 and with remedies, as far as a rank needs it."""
+        found: tuple[Overflow, _Run, KeptBatch] | None = None
+        number, run = 0, None
+        for number, step in enumerate(steps, start=1):
+            run = self._ranks.run(partial(self._run, step, scale=self._used_scale))
+            if found is None and run.is_bad:
+                found = self._as_it_was(run, step, number), run, step
+            if self._ranks.all(found is not None):
+                break
+        assert run is not None
+        report, run, step = found or (replace(self._blank, cause="not reproduced", num_replayed=number), run, steps[-1])
+        is_origin = found is not None and report.position != RECEIVED
+        is_new = found is not None and report.key not in known
+        if self._ranks.any(is_origin):  # its report is enough
+            is_new &= is_origin
+        if not self._ranks.any(is_new):
+            return report
+        fp32_run: _Run | Failure | None = None
+        trials: list[dict[str, Any]] = []
+        if self._ranks.any(is_new and has_fault(run.trace)):
+            fp32_run = self._ranks.run(partial(self._in_fp32, step))
+        if is_new and fp32_run is not None:
+            report, trials = self._with_fp32(report, run, fp32_run, step)
+        is_scale = is_new and report.cause == "backward" and report.in_fp32 != "not finite"
+        is_scale &= report.record.precision == "fp16"
+        if self._ranks.any(is_scale):
+            for scale in _SCALES:
+                lower = self._ranks.run(partial(self._run, step, scale=scale))
+                if is_scale and not lower.is_bad and report.fitting_scale is None:
+                    report = self._fits(report, lower, scale)
+                if self._ranks.all(not is_scale or report.fitting_scale is not None):
+                    break
+        if report.fitting_scale is not None:
+            trials = [] if report.is_harmless else [{"scale": report.fitting_scale / 4}, *self._bf16()]
+        is_wrong = is_new and report.fitting_scale is None and fp32_run is None
+        if self._ranks.any(is_wrong):
+            fp32_run = self._ranks.run(partial(self._in_fp32, step))
+        if is_wrong and fp32_run is not None:
+            report, trials = self._with_fp32(report, run, fp32_run, step)
+        is_new &= report.key not in known
+        reference = fp32_run if isinstance(fp32_run, _Run) else run
+        return self._try_all(report, trials if is_new else None, step, reference)
+
+    # -- what one run shows --------------------------------------------------------------------------------------------
+
+    def _as_it_was(self, run: _Run, step: KeptBatch, number: int) -> Overflow:
+        unseen = run.trace.unseen
+        note = f"{named(unseen)} is compiled by TorchScript, which cannot be looked into" if unseen else ""
+        report = replace(
+            self._blank,
+            batch_idx=step.batch_idx,
+            num_replayed=number,
+            parameters=self._blank.parameters or run.parameters,
+            note="; ".join(filter(None, (_edited(step), note))),
+        )
+        return self._named(report, first_bad(run.trace), run, step)
+
+    def _named(
+        self,
+        report: Overflow,
+        found: Call | Gradient | None,
+        run: _Run,
+        step: KeptBatch,
+        fp32_run: _Run | None = None,
+    ) -> Overflow:
+        """Name the cause, the module and the operation."""
+        is_bad_loss, begins = bad_loss(run.trace) is not None, position(found)
+        if found is None:
+            # of a sharded module, the gradients of a parameter are sums over the ranks
+            may_be_of_others = not is_bad_loss and is_sharded(self._trainer)
+            name = "" if is_bad_loss else next(iter(run.parameters), "")
+            owner = name.rpartition(".")[0] if name else None
+            where = RECEIVED if may_be_of_others else RECEIVED - 1
+            cause = "loss" if is_bad_loss else "backward"
+            return self._from_outside(replace(report, cause=cause, module=owner, position=where), step, None)
+        op = described(found, run.trace, None if fp32_run is None else fp32_run.trace)
+        begins = RECEIVED if is_received(found, run.trace) else int(begins)
+        is_forward = isinstance(found, Call)
+        module = op.module if is_forward else maker_module(found.call)
+        is_taken = is_forward and bool(module or taking_modules(found, run.trace))
+        cause = "forward" if is_taken else "loss" if is_forward else "backward"
+        report = replace(report, cause=cause, module=module or None, operation=op, position=begins)
+        if fp32_run is None and is_forward and found.takes_from_outside and not found.is_collective:
+            takers = [call.module for call in run.trace.calls if call.takes_from_outside and call.module]
+            first = next(iter([*takers, *taking_modules(found, run.trace)]), None)
+            return self._from_outside(replace(report, module=first), step, op.module)
+        return report
+
+    def _from_outside(self, report: Overflow, step: KeptBatch, module: str | None) -> Overflow:
+        """Find the parameter, buffer or part of the batch that was not finite before the step."""
+        bad = list(self._elsewhere or ())
+        states = [*self._replay.module.named_buffers()]
+        states += [] if self._elsewhere is not None else [*self._replay.module.named_parameters()]
+        bad += [_modules.plain_name(name) for name, value in states if _is_bad(value)]
+        near = [name for name in bad if module and name.startswith(f"{module}.")]
+        entries = bad_entries(step.batch)
+        if near or (bad and not entries):
+            parameter = (near or bad)[0]
+            rank, shard = (self._elsewhere or {}).get(parameter, (report.rank, ""))
+            return replace(
+                report, cause="weights", parameter=parameter, module=module, operation=None, rank=rank, shard=shard,
+                position=-1,
+            )  # fmt: skip
+        if entries:
+            return replace(report, cause="batch", entries=entries, operation=None, position=-1)
+        if report.operation is None:
+            return report
+        return replace(report, operation=replace(report.operation, kind="outside"), position=RECEIVED)
+
+    def _fits(self, report: Overflow, run: _Run, scale: float) -> Overflow:
+        """Name the loss scale at which the largest gradient of a finite run fits."""
+        largest = (run.trace.largest_in_half() or 0.0) / scale
+        fitting = fitting_scale(largest, spare_bits=0, lowest=-126) if largest else scale
+        fitting = min(fitting, self._used_scale / 2)
+        return replace(report, fitting_scale=fitting, largest_gradient=largest)
+
+    def _with_fp32(
+        self, report: Overflow, run: _Run, fp32_run: _Run | Failure, step: KeptBatch
+    ) -> tuple[Overflow, list[dict[str, Any]]]:
+        """Complete the report by the run in fp32, and choose the remedies to try."""
+        if isinstance(fp32_run, Failure):
+            if "modified by an inplace operation" not in fp32_run.reason:
+                note = f"it could not be run in fp32 ({fp32_run.reason})"
+                report = replace(report, note="; ".join(filter(None, (report.note, note))))
+            return report, []
+        if fp32_run.is_bad:
+            found = first_bad(fp32_run.trace)
+            report = self._named(replace(report, in_fp32="not finite", entries=()), found, fp32_run, step)
+            return report, []
+        report = replace(report, in_fp32="finite", parameter="", entries=())
+        found = first_difference(run.trace, fp32_run.trace) or first_bad(run.trace)
+        report = self._named(report, found, run, step, fp32_run)
+        call = found.call if isinstance(found, Gradient) else found
+        return report, self._trials(report, call, run)
+
+    def _trials(self, report: Overflow, call: Call | None, run: _Run) -> list[dict[str, Any]]:
+        """Choose remedies: bf16; the modules that make the value, and take it, in fp32; the loss in fp32."""
+        trials = self._bf16()
+        if call is None or report.record.precision == "fp32":
+            return trials
+        known = {_modules.plain_name(name) for name, _ in self._module.named_modules() if name}
+        names = [maker_module(call), *taking_modules(call, run.trace)]
+        around = [name for name in dict.fromkeys(names) if name in known]
+        rules = dict.fromkeys(_without_inner(around[:count]) for count in (1, 2) if around[count - 1 :])
+        trials += [{"rules": one} for one in rules]
+        return trials if call.module else [*trials, {"loss_in_fp32": True}]
+
+    def _bf16(self) -> list[dict[str, Any]]:
+        is_fp16 = self._blank.record.precision == "fp16"
+        return [{"precision": "bf16"}] * (is_fp16 and "bf16" in runnable(self._trainer.strategy.root_device))
+
+    # -- runs ----------------------------------------------------------------------------------------------------------
+
+    def _run(self, step: KeptBatch, *, precision: str = "", loss_in_fp32: bool = False, **how: Any) -> _Run:
+        """Run the step as training does, or in another precision or at another scale."""
+        replay = self._replay
+        trace = Trace(replay.module, BOUNDARY, loss_in_fp32=loss_in_fp32)
+        plugin, context = self._trainer.precision_plugin, replay.forward_context()
+        if precision and isinstance(plugin, AmpPrecision):
+            context = plugin.forward_context_of(precision)
+        return _traced(replay, trace, step, context=context, **how)
+
+    def _in_fp32(self, step: KeptBatch) -> _Run | Failure:
+        """Run the step in fp32, without the casts to half precision in the user's code. Never raises."""
+        try:
+            is_half = any(parameter.dtype in HALF_DTYPES for parameter in self._module.parameters())
+            with ExitStack() as stack:
+                replay = self._replay
+                if replay.gathers_in_half or is_half:
+                    replay = stack.enter_context(closing(TrainingPass(self._trainer, self._module, upcast=True)))
+                return _traced(replay, Trace(replay.module, BOUNDARY), step, context=None)
+        except Exception as error:
+            return Failure.of(error, "the training step", "the replay in fp32")
+
+    def _works(self, step: KeptBatch, reference: _Run, how: Mapping[str, Any]) -> bool:
+        """Return whether loss and gradients are finite with a remedy, and the loss is the reference's. Never raises."""
+        options: dict[str, Any] = {"scale": self._used_scale, **how}
+        rules, active = how.get("rules", ()), None
+        options.pop("rules", None)
+        if "scale" not in how and self._blank.scale_is == "dynamic":
+            options["scale"] = 1.0
+        try:
+            if rules:
+                device_type = self._trainer.strategy.root_device.type
+                active = Fp32Modules(self._replay.module, rules, device_type, active=True)
+            run = self._run(step, fp32_draws=True, **options)
+        except Exception:  # a remedy that cannot be run here does not work
+            return False
+        finally:
+            self._replay.forget_gradients()
+            if active is not None:
+                active.remove()
+        if run.is_bad or run.loss is None or reference.loss is None:
+            return not run.is_bad
+        name = how.get("precision") or self._blank.record.precision
+        eps = torch.finfo(FORMATS.get(name, FORMATS["bf16"]).dtype).eps
+        made_by = next((loss.maker for loss in reference.trace.losses if loss.maker is not None), None)
+        magnitude = (made_by.largest_input if made_by is not None else None) or 0.0
+        return abs(run.loss - reference.loss) <= eps * (32 * abs(reference.loss) + 2 * magnitude)
+
+    def _try_all(
+        self, report: Overflow, trials: list[dict[str, Any]] | None, step: KeptBatch, reference: _Run
+    ) -> Overflow:
+        """Try the remedies of each cause on all ranks; a rank that has another fault runs too, but does not count."""
+        mine = None if trials is None else report.key
+        plans: list[tuple[str | None, list[dict[str, Any]]]] = gather(self._trainer, (mine, trials or []))
+        done: set[str | None] = {None}
+        for key, plan in plans:
+            if key in done:
+                continue
+            done.add(key)
+            tried: list[tuple[str, bool]] = []
+            has_worked: set[str] = set()
+            for how in plan:
+                kind = next(iter(how))
+                if kind in has_worked:
+                    continue
+                works = self._ranks.run(partial(self._works, step, reference, how))
+                works = self._ranks.all(works or key != mine)
+                tried.append((self._in_words(how), works))
+                has_worked |= {kind} if works else set()
+            if key == mine:
+                report = replace(report, remedies=tuple(tried))
+        return report
+
+    def _in_words(self, how: Mapping[str, Any]) -> str:
+        """Write a remedy as code."""
+        if "precision" in how:
+            return f'AmpPrecision("{how["precision"]}")'
+        if "rules" in how:
+            return f"fp32_modules=[{', '.join(map(_quoted, how['rules']))}]"
+        if "loss_in_fp32" in how:
+            return "the loss in fp32 (autocast off, `.float()` on its inputs)"
+        if how["scale"] < 1:
+            return f"dividing the loss by {exact(1 / how['scale'])} or more"
+        setting = "scaler={}" if self._blank.scale_is == "static" else "DynamicLossScaler(init_scale={})"
+        return setting.format(literal(how["scale"]))
 
 
-def _not_found(report: OverflowReport, step: KeptBatch, number: int, note: str) -> Explained:
-    report = replace(report, batch_idx=step.batch_idx, num_replayed=number, note=note)
-    return Explained(report, f"{report.cause}: {note}")
+def _traced(replay: TrainingPass, trace: Trace, step: KeptBatch, **how: Any) -> _Run:
+    try:
+        loss = replay.run(step.batch, step.batch_idx, random_state=step.random_state, trace=trace, **how)
+        parameters = nonfinite_gradients(_modules.plain_parameters(replay.module))
+        return _Run(trace.read(), None if loss is None else float(loss.float().mean()), parameters)
+    finally:
+        replay.forget_gradients()
 
 
-def _without_fp32(report: OverflowReport, run: _StepAsItWas, step: KeptBatch, number: int, note: str) -> Explained:
-    report = replace(
-        report,
-        cause=cause_of(run.found),
-        diagnosis=run.found,
-        batch_idx=step.batch_idx,
-        num_replayed=number,
-        parameters=report.parameters or run.parameters,
-        note=note,
-    )
-    return Explained(report, key_without_fp32(run.found, run.watch), _begins(run), _is_received(run))
+def origins(trainer: Trainer, found: Sequence[Overflow]) -> list[Overflow]:
+    """Leave out reports that describe the consequence of a fault on another rank.
 
-
-def _is_received(run: _StepAsItWas) -> bool:
-    """Return whether the first values that were not finite came from another rank, by a collective operation."""
-    cause, watch = run.found.cause, run.watch
-    if cause == "backward":
-        first = watch.first_backward
-        inside = [call for call in watch.bad_in_backward if not call.sources][:1]
-        return first is not None and not first.is_sum and any(one.is_collective for one in (first.call, *inside))
-    if cause not in ("forward", "loss"):
-        return False
-    roots = watch.bad if watch.made_loss is None else watch.made_loss.roots
-    wrong = next((call for call in roots if call.facts.kind != "literal"), None)
-    return wrong is not None and wrong.is_collective and not wrong.sources
-
-
-def _begins(run: _StepAsItWas) -> float:
-    """Return the place of the first fault in the order of operations: the backward follows the forward, in reverse."""
-    watch = run.watch
-    if run.found.cause in ("weights", "batch"):
-        return -1
-    if run.found.cause == "backward":
-        return math.inf if watch.first_backward is None else 1e9 - watch.first_backward.call.number
-    return min((call.number for call in watch.bad), default=math.inf)
-
-
-def _with_fp32(
-    found: Explained,
-    module: LightningModule,
-    run: _StepAsItWas,
-    in_fp32: _StepInFp32 | Failure,
-    step: KeptBatch,
-    bad_parameters: Mapping[str, tuple[int, str]] | None,
-) -> tuple[Explained, Blame]:
-    """Complete the diagnosis by the run in fp32, and name the operation that made the difference."""
-    report = found.report
-    if isinstance(in_fp32, Failure):
-        blamed = blame_without_fp32(module, run.found, run.watch)
-        if "modified by an inplace operation" not in in_fp32.reason:
-            note = f"it could not be run in fp32 ({in_fp32.reason})"
-            report = replace(report, note="; ".join(filter(None, (report.note, note))))
-    else:
-        blamed = blame(module, run.found, run.watch, in_fp32.found, in_fp32.watch, step.batch, bad_parameters)
-        if report.cause == "backward":
-            report = replace(report, largest_gradient=in_fp32.largest)
-    report = replace(report, diagnosis=blamed.diagnosis, cause=cause_of(blamed.diagnosis))
-    operation = blamed.diagnosis.operation
-    is_received = (
-        found.is_received
-        or (operation is not None and operation.kind == "outside")
-        or (isinstance(in_fp32, _StepInFp32) and in_fp32.may_be_of_others)
-    )
-    found = found._replace(report=report, key=key_with_fp32(blamed.diagnosis, found.key), is_received=is_received)
-    return _on_its_rank(found, bad_parameters), blamed
-
-
-def _on_its_rank(found: Explained, bad_parameters: Mapping[str, tuple[int, str]] | None) -> Explained:
-    """Name the rank and the shard of a parameter that is not finite: all ranks gather its values."""
-    where = (bad_parameters or {}).get(found.report.diagnosis.parameter or "")
-    if found.report.cause != "weights" or where is None:
+    A step may exchange values with the other ranks by itself, for example in a contrastive loss. Ranks that differ only
+    in tensor parallelism compute with the same batch and exchange activations: the fault began where the first
+    operation failed.
+    """
+    found = [one for one in found if one.position != RECEIVED] or list(found)
+    if not is_sharded(trainer):
         return found
-    rank, shard = where
-    return found._replace(report=replace(found.report, rank=rank, shard=shard), begins=-1)
-
-
-def _case(
-    trainer: Trainer,
-    module: LightningModule,
-    record: StepRecord,
-    blamed: Blame,
-    run: _StepAsItWas,
-    in_fp32: _StepInFp32 | Failure,
-    rerun: _Rerun,
-) -> Case:
-    call, largest = blamed.call, None if isinstance(in_fp32, Failure) else in_fp32.largest
-    if blamed.is_swallowed and isinstance(in_fp32, _StepInFp32):
-        rerun = replace(rerun, fp32_watch=in_fp32.watch)
-    return Case(
-        blamed.diagnosis,
-        call,
-        alike=() if call is None else calls_like(call, run.watch.bad),
-        takers=() if call is None else modules_after(call, run.watch.bad, module),
-        precision=record.precision or our_name(str(trainer.precision_plugin.precision)),
-        choices=runnable(trainer.strategy.root_device),
-        scale=record.scale,
-        fitting=record.scale if largest is None else fitting_scale(largest, spare_bits=0, lowest=-126),
-        is_finite=rerun.is_finite,
-    )
+    size = tensor_parallel_size(trainer)
+    kept: dict[tuple[int, str], Overflow] = {}
+    for group in dict.fromkeys(one.rank // size for one in found):
+        inside = [one for one in found if one.rank // size == group]
+        first = min(one.position for one in inside)
+        causes = [one for one in inside if one.position == first]
+        for one in causes[:1] if len(causes) == size else causes:
+            shard = one.shard
+            if size > len(causes) and not shard:
+                shard = f"shard {one.rank % size} of {size} in mesh dimension `tensor_parallel`"
+            kept.setdefault((one.rank, one.key), replace(one, shard=shard))
+    return list(kept.values())
 
 
 def _edited(step: KeptBatch) -> str:
@@ -285,146 +432,17 @@ def _edited(step: KeptBatch) -> str:
     )
 
 
-def _unseen(names: Sequence[str]) -> str:
-    """Name the modules inside which operations cannot be watched."""
-    return f"{named(names)} is compiled by TorchScript, which cannot be looked into" if names else ""
-
-
-# -- runs of the step --------------------------------------------------------------------------------------------------
-
-
-@final
-class _StepAsItWas(NamedTuple):
-    """A step that was run again with the same weights, batch, random numbers and loss scale."""
-
-    found: Diagnosis
-    watch: OperationWatch
-    half_places: set[GradientPlace]  # places where the step computed gradients in half precision
-    parameters: tuple[str, ...]  # parameters with gradients that are not finite
-    unseen: list[str]  # modules inside which operations cannot be watched
-
-
-def _run_as_it_was(
-    replay: TrainingPass, step: KeptBatch, scale: float, bad_parameters: Collection[str] | None
-) -> _StepAsItWas:
-    trace = Trace(replay.module, bad_parameters=bad_parameters)
-    watch = OperationWatch(replay.module, BOUNDARY)
-    loss = replay.run(
-        step.batch,
-        step.batch_idx,
-        context=replay.forward_context(),
-        random_state=step.random_state,
-        scale=scale,
-        trace=trace,
-        watch=watch,
-    )
-    found = diagnose(trace, loss, step.batch)
-    parameters: tuple[str, ...] = ()
-    if found.cause != "none":
-        parameters = nonfinite_gradients(_modules.plain_parameters(replay.module))
-    replay.forget_gradients()
-    return _StepAsItWas(found, watch, trace.half_places, parameters, trace.unseen)
-
-
-@final
-class _StepInFp32(NamedTuple):
-    """A step that was run in fp32."""
-
-    found: Diagnosis  # an intended mask is not a cause
-    watch: OperationWatch
-    largest: float | None  # the largest true gradient that has to fit into fp16
-    may_be_of_others: bool  # only gradients that are sums over the ranks were not finite
-
-
-def _run_in_fp32(
-    trainer: Trainer, module: LightningModule, replay: TrainingPass, step: KeptBatch, as_it_was: _StepAsItWas
-) -> _StepInFp32 | Failure:
-    """Run a step in fp32, without the casts to half precision in the user's code. Never raises.
-
-    It uses the same pass again if no weight is in half precision or gathered in it, and measures the operations that
-    were not finite.
-    """
+def _is_bad(value: Any) -> bool:
     try:
-        fp32_pass, amp_watch = replay, as_it_was.watch
-        if replay.gathers_in_half or any(parameter.dtype in HALF_DTYPES for parameter in module.parameters()):
-            fp32_pass = TrainingPass(trainer, module, upcast=True)
-        wanted = [call.key for call in amp_watch.bad]
-        if amp_watch.first_backward is not None:
-            wanted.append(amp_watch.first_backward.call.key)
-        trace, watch = Trace(fp32_pass.module), OperationWatch(fp32_pass.module, BOUNDARY, wanted)
-        try:
-            loss = fp32_pass.run(
-                step.batch, step.batch_idx, context=None, random_state=step.random_state, trace=trace, watch=watch
-            )
-            found = diagnose(trace, loss, step.batch)
-            is_added_up = found.cause == "none" and bool(
-                nonfinite_gradients(_modules.plain_parameters(fp32_pass.module))
-            )
-            if is_added_up:
-                found = Diagnosis("backward", where="parameter")
-            sizes = magnitudes(trace.gradients_in_half(as_it_was.half_places))
-            largest = max(sizes, key=lambda size: (math.isnan(size), size), default=None)
-            return _StepInFp32(found, watch, largest, is_added_up and is_sharded(trainer))
-        finally:
-            fp32_pass.forget_gradients()
-            if fp32_pass is not replay:
-                fp32_pass.close()
-    except Exception as error:
-        return Failure.of(error, "the training step", "the replay in fp32")
+        return bool((value.is_floating_point() or value.is_complex()) and count_nonfinite(value))
+    except Exception:  # a quantized tensor cannot be asked
+        return False
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Rerun:
-    """Runs a failed step again, with a remedy.
+def _quoted(name: str) -> str:
+    return f'"{name}"'
 
-    `fp32_watch` is given if loss and gradients are finite despite the fault. A remedy then fails if a new NaN or
-    infinity occurs.
-    """
 
-    plugin: Precision
-    device_type: str
-    replay: TrainingPass
-    step: KeptBatch
-    scale: float  # if a lower scale is not a remedy, the scale at which the step overflows least
-    fp32_watch: OperationWatch | None = None
-
-    def is_finite(
-        self,
-        *,
-        precision: str = "",
-        rules: Sequence[str] = (),
-        edits: Mapping[tuple[str, Place | None], Edit] | None = None,
-        scale: float | None = None,
-    ) -> bool:
-        """Return whether loss and gradients are finite with these changes. Never raises."""
-        replay, active, fp32_watch = self.replay, None, self.fp32_watch
-        try:
-            context = replay.forward_context()
-            if precision and isinstance(self.plugin, AmpPrecision):
-                context = self.plugin.forward_context_of(precision)
-            if rules:
-                active = Fp32Modules(replay.module, rules, self.device_type, active=True)
-            watch: OperationWatch | None = None
-            if edits or fp32_watch is not None:
-                watch = OperationWatch(replay.module, BOUNDARY, edits=edits or {}, only_edits=fp32_watch is None)
-            loss = replay.run(
-                self.step.batch,
-                self.step.batch_idx,
-                context=context,
-                random_state=self.step.random_state,
-                scale=self.scale if scale is None else scale,
-                watch=watch,
-            )
-            if watch is not None and fp32_watch is not None:
-                bad_in_fp32 = {call.key for call in fp32_watch.bad}
-                if any(call.makes_nan and call.key not in bad_in_fp32 for call in watch.bad):
-                    return False
-            is_finite = loss is None or bool(all_finite([loss]))
-            return is_finite and not nonfinite_gradients(_modules.plain_parameters(replay.module))
-        except Exception:  # a remedy that cannot be run here does not work
-            return False
-        finally:
-            replay.forget_gradients()
-            if active is not None:
-                active.remove()
+def _without_inner(names: Sequence[str]) -> tuple[str, ...]:
+    """Leave out modules that are inside of another one in the list."""
+    return tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from support import Recorder, Toy, batches, fit, stock
 from torch import Tensor, nn
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
+from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, MetricComparison
 from lightning_amp.callbacks import _gradient_monitor
 from lightning_amp.precision import scaled_grad, unscale_
-from lightning_amp.shadow import _gradient_sample
+from lightning_amp.shadow import GradientSampler
 
 KEYS = {_gradient_monitor.UNDERFLOW_FRACTION, _gradient_monitor.HEADROOM_BITS, _gradient_monitor.GRADIENT_SQNR_DB}
 
@@ -65,8 +66,8 @@ def test_large_gradients(caplog: pytest.LogCaptureFixture) -> None:
     assert math.isnan(monitor.table.last[-1].sqnr_db)
     assert monitor.recommended_scale is not None
     assert monitor.recommended_scale < 1
-    assert "The gradient overflows in fp16 at a loss scale of 0.5, first in `net.2`" in caplog.text
-    assert "Try: dividing the loss by 2.0**" in caplog.text
+    assert ": the gradient overflows, and in fp32 it does not\n  `net.2`, `net.0`" in caplog.text
+    assert re.search(r"fix: dividing the loss by 2\.0\*\*\d+ \(tried: works\)", caplog.text)
 
 
 @pytest.mark.parametrize("factor", [1e-9, 1e-4, 1.0, 1e3])
@@ -89,13 +90,14 @@ def test_the_recommended_scale_makes_the_run_healthy(factor: float) -> None:
 
 def test_between_samples_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    original = _gradient_sample.take_sample
+    original = GradientSampler.take
 
-    def take(trainer: L.Trainer, *args: Any) -> Any:
-        calls.append(trainer.global_step)
-        return original(trainer, *args)
+    def take(sampler: GradientSampler, *args: Any, **kwargs: Any) -> Any:
+        found = original(sampler, *args, **kwargs)
+        calls.append(found.rows[-1].step)
+        return found
 
-    monkeypatch.setattr(_gradient_monitor, "take_sample", take)
+    monkeypatch.setattr(GradientSampler, "take", take)
     make = lambda params: torch.optim.AdamW(params, fused=True)  # noqa: E731
     fit(lambda: Toy(make), fp16(), callbacks=[GradientMonitor(3)])
     assert calls == [1, 3, 6]
@@ -151,8 +153,8 @@ def test_a_gradient_that_is_fp32_in_mixed_precision_does_not_overflow(caplog: py
         trainer = fit(Parametrized, AmpPrecision("fp16"), callbacks=[monitor])
     assert trainer.precision_plugin.num_skipped == 0
     assert monitor.table.last[-1].headroom_bits < 0
-    assert "at 2**16 the largest gradient leaves the range of fp16. It does not overflow" in caplog.text
-    assert "the gradients fit" not in caplog.text
+    assert "Its largest value, 1.5, is computed in float32" in caplog.text
+    assert "it fits" not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`")  # Lightning says so once per process
@@ -173,7 +175,10 @@ def test_plot(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     axes: Any = figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["net.0", "net.2"]
-    assert axes.images[0].get_array().shape == (2, 4)
+    assert axes.images[0].get_array().shape == (2, 4, 4)  # rows, samples, colour
+    assert "Headroom" in monitor.plot().axes[0].get_title()
+    fit(Toy, AmpPrecision("bf16"), callbacks=[monitor])
+    assert "against fp32" in monitor.plot().axes[0].get_title()
 
 
 def test_plot_of_nothing(tmp_path: Path) -> None:
@@ -202,8 +207,8 @@ def test_gradients_that_are_not_finite_are_not_called_zero(caplog: pytest.LogCap
     monitor = GradientMonitor(2)
     with caplog.at_level("INFO"):
         fit(Infinite, AmpPrecision("bf16"), batches(2), callbacks=[monitor])
-    assert "All gradients are zero" not in caplog.text
-    assert "The gradient is infinite in fp32, too" in caplog.text or "NaN in fp32, too" in caplog.text
+    assert "all gradients are zero" not in caplog.text
+    assert re.search("the gradient is (infinite|NaN) in fp32 too: no precision and no loss scale helps", caplog.text)
     assert monitor.recommended_scale is None
 
 
@@ -212,11 +217,14 @@ def test_a_bf16_run_prints_nothing_about_fp16(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level("INFO"):
         fit(Toy, AmpPrecision("bf16"), callbacks=[monitor])
     (text,) = (m for m in caplog.messages if m.startswith("GradientMonitor"))
-    assert "fp16" not in text
-    assert "to zero" not in text
-    assert "The gradient equals fp32 up to rounding (SQNR" in text
+    assert re.fullmatch(
+        r"GradientMonitor, step 8: the gradient keeps 7 of 8 bits \(4\d dB\), in `net.0` \d of 8 bits.", text
+    )
+    table = str(monitor.table)
+    assert "of 8 bits" in table
+    assert "headroom" not in table
+    assert "to zero" not in table
     assert monitor.recommended_scale is not None
-    assert "headroom" in monitor.table.to_text(fp16=True)
 
 
 @pytest.mark.parametrize("plugin", [lambda: AmpPrecision("fp16"), lambda: stock("fp16")])
@@ -224,11 +232,35 @@ def test_the_first_sample_follows_the_first_applied_step(plugin: Any) -> None:
     monitor = GradientMonitor(100)
     plugin = plugin()
     fit(Toy, plugin, batches(30), callbacks=[monitor], max_epochs=1)
-    (step,) = {row.step for row in monitor.table}
-    scale = monitor.table[-1].scale
+    step, last = dict.fromkeys(row.step for row in monitor.table)  # and the last batch
+    assert last == 30
+    scale = monitor.table[0].scale
     assert scale < 2.0**16  # some steps were skipped before
     assert step == 16 - math.log2(scale) + 1
     assert monitor.table[-1].sqnr_db > 40
+
+
+def test_a_run_of_few_steps_is_not_judged_by_its_first_step_alone() -> None:
+    class Fades(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            return super().loss(batch) * (1.0 if self.trainer.global_step < 3 else 1e-9)
+
+    monitor = GradientMonitor()
+    fit(Fades, fp16(), callbacks=[monitor])
+    first, last = (row for row in monitor.table if row.name == "(all)")
+    assert (first.step, last.step) == (1, 8)
+    assert first.underflow_fraction < 0.01
+    assert last.underflow_fraction > 0.5
+
+
+@pytest.mark.parametrize("callback", [GradientMonitor, MetricComparison])
+def test_without_mixed_precision_one_line_says_so(callback: Any, caplog: pytest.LogCaptureFixture) -> None:
+    found = callback()
+    with caplog.at_level("INFO"):
+        fit(Toy, None, callbacks=[found])
+    (text,) = (m for m in caplog.messages if callback.__name__ in m)
+    assert "stands aside: this run has no mixed precision" in text
+    assert len(found.table) == 0
 
 
 def test_a_fit_of_one_step_has_a_sample() -> None:
@@ -259,13 +291,13 @@ class Unscaled(Manual):
 
 
 def test_clipping_of_scaled_gradients_is_named_with_its_line_and_its_cure(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"), pytest.warns(UserWarning, match="`GradientMonitor`") as caught:
+    with caplog.at_level("INFO"), pytest.warns(UserWarning, match="GradientMonitor") as caught:
         fit(Manual, fp16(), callbacks=[GradientMonitor(2)])
     (text,) = (str(w.message) for w in caught if "GradientMonitor" in str(w.message))
     assert "test_gradient_monitor.py" in text
     assert "nn.utils.clip_grad_norm_(self.parameters(), 0.1)" in text
-    assert "`lightning_amp.precision.unscale_(self.trainer, optimizer)` before it (tried: " in text
-    assert "the gradients fit" not in caplog.text
+    assert "fix: `lightning_amp.precision.unscale_(self.trainer, optimizer)` before it (not tried)" in text
+    assert "it fits" not in caplog.text
 
 
 @pytest.mark.parametrize("plugin", [fp16, lambda: AmpPrecision("bf16")])
@@ -301,7 +333,7 @@ def test_a_derivative_that_fp16_does_not_hold_is_named() -> None:
     with pytest.warns(UserWarning, match=r"derivative inside of the loss, test_gradient_monitor.py:\d+") as caught:
         fit(Penalty, fp16(), callbacks=[GradientMonitor(2)])
     (text,) = (str(w.message) for w in caught if "derivative" in str(w.message))
-    assert "scaled_grad(self.trainer, ...)` in the place of `torch.autograd.grad` helps (tried)" in text
+    assert "scaled_grad(self.trainer, ...)` in the place of `torch.autograd.grad` (not tried)" in text
 
 
 @pytest.mark.parametrize(

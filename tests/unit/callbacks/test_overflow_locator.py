@@ -20,7 +20,7 @@ from zoo.overflows import BadRow, fp16, with_bad
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator, StepRecord
 from lightning_amp.callbacks import _overflow_locator
-from lightning_amp.reports import OverflowReport
+from lightning_amp.reports import Overflow
 from lightning_amp.scaling import RecordLog, Subscription
 
 
@@ -62,10 +62,11 @@ def test_report_has_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert file.name == "overflow_step00005_rank0.json"
     assert json.loads(file.read_text()) == json.loads(report.to_json())
     assert str(report) in caplog.text
-    assert "step 5 was skipped: epoch 0, batch 5, loss scale 64\n  cause: the loss: the result of `where`" in str(
-        report
+    assert str(report).startswith(
+        "Step 5 skipped (batch 5): infinity in the loss, in fp32 too\n"
+        "  training_step: where gave infinity      overflows.py:"
     )
-    assert "line: overflows.py:" in str(report)
+    assert report.line.startswith("overflows.py:")
     with pytest.raises(AttributeError):
         report.rank = 1
 
@@ -82,7 +83,7 @@ def test_after_max_reports_it_neither_prints_nor_waits(caplog: pytest.LogCapture
     assert [r.batch_idx for r in locator.reports] == [1, 2]
     assert waits == [(i, i < 2) for i in range(8)]
     assert not locator._window
-    assert caplog.text.count("was skipped") == 2
+    assert caplog.text.count(" skipped (batch") == 2
     assert "2 different causes reported; it looks no more in this run" in caplog.text
     assert plugin.num_skipped == 3
 
@@ -91,12 +92,12 @@ def test_a_cause_is_printed_once_and_counted(caplog: pytest.LogCaptureFixture) -
     locator = OverflowLocator(max_reports=3)
     with caplog.at_level("INFO"):
         fit(TwoFaults, fp16(), with_bad(0, 1, 3, 5, 6, count=9), callbacks=[locator])
-    assert [(r.batch_idx, r.is_repeated) for r in locator.reports] == [(0, False), (1, False), (3, True)]
-    assert caplog.text.count("was skipped") == 2
+    assert [r.batch_idx for r in locator.reports] == [0, 1]
+    assert caplog.text.count(" skipped (batch") == 2
     assert "OverflowLocator: 3 steps more skipped for a cause that was reported." in caplog.text
 
 
-def test_a_new_cause_takes_the_place_of_a_repeated_one() -> None:
+def test_known_causes_and_harmless_skips_do_not_use_up_the_reports() -> None:
     locator = OverflowLocator(max_reports=2)
     fit(TwoFaults, fp16(), with_bad(1, 3, 5, 6), callbacks=[locator])
     assert [r.batch_idx for r in locator.reports] == [1, 6]
@@ -109,22 +110,57 @@ def test_a_scale_that_settles_is_no_fault(caplog: pytest.LogCaptureFixture) -> N
     assert plugin.num_skipped > 5
     (report,) = locator.reports  # the report of the bad row, after all other skips
     assert report.cause == "loss"
-    assert caplog.text.count("was skipped") == 1
+    assert caplog.text.count(" skipped (batch") == 1
     assert "steps skipped while the scale settled, which is how dynamic scaling works" in caplog.text
+
+
+def test_it_still_looks_after_many_harmless_skips() -> None:
+    locator, plugin = OverflowLocator(max_reports=1), fp16(2.0**16, growth_interval=1)
+    fit(BadRow, plugin, with_bad(63, count=64), callbacks=[locator], max_epochs=1)
+    assert plugin.num_skipped > 25
+    (report,) = locator.reports
+    assert (report.batch_idx, report.cause) == (63, "loss")
+    assert locator.state_dict()["counts"] == [plugin.num_skipped - 1, 0]
+
+
+@pytest.mark.parametrize("name", ["explain", "blank_report", "origins"])
+def test_a_failure_inside_ends_the_search_and_not_the_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(_overflow_locator, name, fails)
+    locator, plugin = OverflowLocator(), fp16()
+    with pytest.warns(UserWarning, match="looks no more: ZeroDivisionError: a fault of ours. Training goes on") as said:
+        trainer = fit(BadRow, plugin, with_bad(1, 2), callbacks=[locator])
+    assert len([one for one in said if "looks no more" in str(one.message)]) == 1
+    assert (plugin.num_steps, plugin.num_skipped, locator.reports) == (6, 2, [])
+    assert trainer.callback_metrics["amp/overflows"] == 2
+
+
+def test_a_batch_that_cannot_be_copied_ends_the_search_and_not_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise TypeError("cannot copy `batch.lock`")
+
+    monkeypatch.setattr(_overflow_locator.BatchWindow, "add", fails)
+    locator, plugin = OverflowLocator(), fp16()
+    with pytest.warns(UserWarning, match="looks no more: TypeError: cannot copy `batch.lock`"):
+        fit(BadRow, plugin, with_bad(1), callbacks=[locator])
+    assert (plugin.num_skipped, locator.reports) == (1, [])
 
 
 def test_without_reports_skips_are_only_counted() -> None:
     locator, plugin = OverflowLocator(max_reports=0), fp16()
     fit(BadRow, plugin, with_bad(1), callbacks=[locator])
     assert locator.reports == []
-    assert locator.state_dict() == {"num_overflows": 1, "num_located": 0, "reports": []}
+    assert locator.state_dict() == {"num_overflows": 1, "counts": [0, 0], "causes": []}
 
 
 def test_the_last_of_too_many_skips_is_reported_too() -> None:
     locator = OverflowLocator()
     with pytest.raises(FloatingPointError):
         fit(BadRow, fp16(max_consecutive_skips=3), with_bad(2, 3, 4), callbacks=[locator])
-    assert [r.batch_idx for r in locator.reports] == [2, 3, 4]
+    assert [r.batch_idx for r in locator.reports] == [2]
+    assert locator.state_dict()["counts"] == [0, 2]
 
 
 def test_reports_at_a_url(folder_url: str) -> None:
@@ -143,7 +179,7 @@ def test_one_warning_names_a_place_that_cannot_be_written(where: str, bucket_fol
     dirpath = bucket_folder if where == "url" else str(tmp_path / "file" / "out")
     locator = OverflowLocator(dirpath=dirpath)
     with pytest.warns(UserWarning, match="could not write") as caught:
-        fit(BadRow, fp16(), with_bad(1, 2), callbacks=[locator])
+        fit(TwoFaults, fp16(), with_bad(1, 2), callbacks=[locator])
     (text,) = [str(w.message) for w in caught if "could not write" in str(w.message)]
     assert text.startswith(f"`OverflowLocator` could not write to `{dirpath}`: ")
     assert text.endswith(". Training is not affected.")
@@ -152,7 +188,7 @@ def test_one_warning_names_a_place_that_cannot_be_written(where: str, bucket_fol
 
 
 def test_one_file_per_report(tmp_path: Path) -> None:
-    fit(BadRow, fp16(), with_bad(2, 5), callbacks=[OverflowLocator(dirpath=tmp_path)])
+    fit(TwoFaults, fp16(), with_bad(2, 5), callbacks=[OverflowLocator(dirpath=tmp_path)])
     names = [f"overflow_step0000{step}_rank0.json" for step in (2, 5)]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
@@ -161,6 +197,13 @@ def test_without_our_plugin_it_says_so(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level("INFO"):
         fit(Toy, stock("fp16", init_scale=64.0), batches(2), callbacks=[OverflowLocator()])
     assert "`OverflowLocator` has nothing to look at: the precision plugin MixedPrecision" in caplog.text
+
+
+def test_without_mixed_precision_it_stands_aside(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        trainer = fit(Toy, None, batches(2), callbacks=[OverflowLocator()])
+    assert "`OverflowLocator` stands aside: this run has no mixed precision" in caplog.text
+    assert "amp/overflows" not in trainer.callback_metrics
 
 
 @pytest.mark.filterwarnings(
@@ -186,7 +229,7 @@ def test_every_skip_counts_at_every_log_point(max_reports: int) -> None:
     bad = Poison(gradient=[1, 2, 5])
     fit(Toy, fp16(), callbacks=[locator, bad], logger=recorder, log_every_n_steps=2)
     assert [row["amp/overflows"] for _, row in recorder.rows if "amp/overflows" in row] == [1, 2, 3, 3]
-    assert len(locator.reports) == min(max_reports, 3)
+    assert len(locator.reports) == min(max_reports, 1)
 
 
 @pytest.mark.parametrize("max_reports", [0, 1])
@@ -221,9 +264,10 @@ def test_count_and_reports_continue_after_a_resume(tmp_path: Path) -> None:
     trainer = fit(BadRow, fp16(), with_bad(1, 2), callbacks=[OverflowLocator()])
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     locator = OverflowLocator()
-    trainer = fit(BadRow, fp16(), with_bad(3), callbacks=[locator], max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
-    assert trainer.callback_metrics["amp/overflows"] == 3
-    assert [(r.epoch, r.batch_idx) for r in locator.reports] == [(0, 1), (0, 2), (1, 3)]
+    data = with_bad(3, 4)
+    trainer = fit(TwoFaults, fp16(), data, callbacks=[locator], max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
+    assert trainer.callback_metrics["amp/overflows"] == 4
+    assert [(r.epoch, r.batch_idx) for r in locator.reports] == [(0, 1), (1, 4)]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -301,10 +345,10 @@ def test_a_bad_loss_with_good_gradients_is_said_once_and_its_step_taken(
     (report,) = locator.reports
     assert (plugin.num_steps, plugin.num_skipped) == (8, 0)
     assert (report.record.index, report.record.skipped, report.batch_idx, report.cause) == (2, False, 2, "loss")
-    assert report.diagnosis.operation is not None
-    assert (report.diagnosis.operation.name, report.diagnosis.operation.kind) == ("mean", "empty")
+    assert report.operation is not None
+    assert (report.operation.name, report.operation.kind) == ("mean", "empty")
     assert caplog.text.count("was taken although its loss is not finite") == 1
-    assert "was skipped" not in caplog.text
+    assert " skipped (batch" not in caplog.text
     assert watched.callback_metrics["amp/overflows"] == 0
 
 
@@ -343,11 +387,8 @@ def test_a_cause_that_skips_a_later_step_is_only_counted(caplog: pytest.LogCaptu
     locator = OverflowLocator()
     with caplog.at_level("INFO"):
         fit(Later, fp16(), callbacks=[locator])
-    assert [(r.batch_idx, r.record.skipped, r.is_repeated) for r in locator.reports] == [
-        (2, False, False),
-        (5, True, True),
-    ]
-    assert caplog.text.count("  cause: ") == 1
+    assert [(r.batch_idx, r.record.skipped) for r in locator.reports] == [(2, False)]
+    assert caplog.text.count("  fix: ") == 1
     assert "OverflowLocator: 1 step more skipped for a cause that was reported." in caplog.text
 
 
@@ -362,8 +403,9 @@ def test_the_error_of_a_stuck_run_repeats_the_cause_and_what_helps() -> None:
         text = str(error.value)
         assert "The forward pass itself is broken" not in text
         assert ("Attach `OverflowLocator()`" in text) == (not callbacks)
-        assert ("The cause, as `OverflowLocator` found it: the loss: the result of `mul`" in text) == bool(callbacks)
-        assert ("'bf16', which has the range of fp32 (tried: works)" in text) == bool(callbacks)
+        found = "The cause, as `OverflowLocator` found it: fp16 overflow in the loss; training_step: mul gave"
+        assert (found in text) == bool(callbacks)
+        assert ('AmpPrecision("bf16") (tried: works)' in text) == bool(callbacks)
 
 
 # -- values and learning rates that are not finite ---------------------------------------------------------------------
@@ -451,7 +493,7 @@ def test_a_learning_rate_that_broke_the_weights_is_the_cause(value: float, words
     report = locator.reports[0]
     assert (report.cause, report.record.index, report.bad_rate[0]) == ("learning rate", 4, 3)
     assert f"`net.0.weight` is not finite since step 3, whose learning rate was {words}" in str(report)
-    assert repr(OverflowReport.from_dict(report.as_dict())) == repr(report)
+    assert repr(Overflow.from_dict(report.as_dict())) == repr(report)
 
 
 def test_a_skipped_step_uses_no_learning_rate() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -17,18 +15,17 @@ from lightning_amp.compare import _observer
 from lightning_amp.compare._observer import Observer
 
 
-def watched(module: Any = Waves, data: Any = Sea, **changes: Any) -> tuple[Observer, L.Trainer, list[Any]]:
-    heard: list[Any] = []
-    observer = Observer(lambda *progress: heard.append(progress), {})
+def watched(module: Any = Waves, data: Any = Sea, **changes: Any) -> tuple[Observer, L.Trainer]:
+    observer = Observer({})
     kwargs = {**TRAINER, "enable_progress_bar": False, **changes}
     L.seed_everything(3, verbose=False)
     trainer = L.Trainer(**kwargs, callbacks=[observer], plugins=[AmpPrecision("fp16")])
     trainer.fit(module(), datamodule=data())
-    return observer, trainer, heard
+    return observer, trainer
 
 
 def test_it_changes_no_bit() -> None:
-    _, trainer, _ = watched()
+    _, trainer = watched()
     assert_same(weights(trainer), weights(by_hand(AmpPrecision("fp16"))))
 
 
@@ -47,25 +44,15 @@ class Often(Waves):
 
 
 def test_curves_know_loaders_and_the_epoch_end() -> None:
-    observer, _, _ = watched(Often, Loaders, val_check_interval=0.5)
+    observer, _ = watched(Often, Loaders, val_check_interval=0.5)
     names = {f"{name}/dataloader_idx_{i}" for name in ("val_loss", "val_loss_epoch") for i in (0, 1)}
     assert set(observer.curves) == names | {"at_end"}
     assert [step for step, _ in observer.curves["at_end"]] == [6, 12, 18, 24]
 
 
-def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(monotonic=iter(range(1, 1000)).__next__, time=time.time)
-    monkeypatch.setattr(_observer, "time", clock)
-    _, _, heard = watched()
-    assert heard[0] == (1 / 24, "epoch 1/2")
-    assert heard[-1] == (1.0, "epoch 2/2")
-    _, _, heard = watched(max_epochs=-1, max_steps=6)
-    assert heard[2] == (0.5, "epoch 1")
-
-
 def test_losses_of_a_long_run_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_observer, "_MOST_LOSSES", 6)
-    observer, _, _ = watched(max_epochs=4)
+    observer, _ = watched(max_epochs=4)
     steps = [step for step, _ in observer.losses()]
     assert 3 <= len(steps) <= 6
     assert steps == sorted(steps)
@@ -78,5 +65,5 @@ class Ragged(Sea):
 
 
 def test_the_size_of_each_batch_counts() -> None:
-    observer, _, _ = watched(data=Ragged)
+    observer, _ = watched(data=Ragged)
     assert list(observer.watch._samples) == [50, 50, 28] * 2

@@ -57,11 +57,10 @@ def test_runs_are_forks_of_one_process_with_all_that_a_new_process_has(
 ) -> None:
     monkeypatch.setenv("FACTS", str(tmp_path / "facts"))
     monkeypatch.setenv("DIED", str(tmp_path))
-    heard: list[tuple[float | None, str]] = []
 
     def facts_of(**changes: Any) -> tuple[dict[str, Any], Run]:
         header = {**pickle.loads(pack(spec(tmp_path / "work", "fp16", Facts))), **changes}
-        run = run_packed(header, lambda *progress: heard.append(progress))
+        run = run_packed(header)
         assert run.error is None
         return json.loads((tmp_path / "facts").read_text()), run
 
@@ -81,7 +80,6 @@ def test_runs_are_forks_of_one_process_with_all_that_a_new_process_has(
     assert other["environment"]["OTHER"] == "1"
     assert other["parent"] not in (server, os.getpid())
     assert (first["threads"], torch.get_num_threads()) == (1, 1)
-    assert heard[0] == (None, "starting")
     for one in (run, run_of_new):
         values = {n: [p.value for p in points] for n, points in one.curves.items()}
         assert values == by_hand(AmpPrecision("fp16")).notes
@@ -111,7 +109,7 @@ def test_an_interrupt_or_a_dead_server_ends_the_process(
     sleeper = tmp_path / "sleeper"
     monkeypatch.setenv("SLEEPER", str(sleeper))
 
-    def interrupt(share: float | None, text: str) -> None:
+    def interrupt() -> None:
         if sleeper.exists() and sleeper.read_text():
             if what == "the run":
                 raise KeyboardInterrupt
@@ -135,7 +133,7 @@ def test_a_run_that_is_cancelled_is_killed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("SLEEPER", str(sleeper))
     monkeypatch.setattr(HERE, "stop", threading.Event())
 
-    def stop(share: float | None, text: str) -> None:
+    def stop() -> None:
         if sleeper.exists() and sleeper.read_text():
             assert HERE.stop is not None
             HERE.stop.set()

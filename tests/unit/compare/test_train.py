@@ -170,8 +170,8 @@ def test_without_validation_there_are_times(tmp_path: Path) -> None:
 
 
 def test_what_a_run_writes_goes_into_its_folder(tmp_path: Path, in_tmp_path: Path) -> None:
-    assert train(spec(tmp_path / "work", logger=True, enable_checkpointing=True), tmp_path, 0.0).error is None
-    assert {p.name for p in tmp_path.iterdir()} == {"work", "progress.json"}
+    assert train(spec(tmp_path / "work", logger=True, enable_checkpointing=True), 0.0).error is None
+    assert {p.name for p in tmp_path.iterdir()} == {"work"}
     assert list((tmp_path / "work").rglob("*.ckpt"))
 
 

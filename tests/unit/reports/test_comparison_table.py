@@ -34,9 +34,9 @@ def test_row(amp: float, fp32: float, diff: float, relative: float) -> None:
 
 def test_text() -> None:
     lines = str(comparisons()).splitlines()
-    assert [line.split()[0] for line in lines] == ["metric", "acc/dataloader_idx_0", "acc/dataloader_idx_1", "loss"]
-    assert lines[3].split()[1:] == ["1.2", "1", "+2.00e-01", "+2.00e-01", "2.00e-01"]
-    assert str(ComparisonTable()) == "no comparison yet"
+    assert [line.split()[0] for line in lines] == ["metric", "loss", "acc/dataloader_idx_0", "acc/dataloader_idx_1"]
+    assert lines[1].split()[1:] == ["1.2", "1", "+2.00e-01", "+2.00e-01"]
+    assert str(ComparisonTable()) == "no sample yet"
     assert repr(comparisons()) == "ComparisonTable(9 rows)"
 
 

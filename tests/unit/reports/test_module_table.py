@@ -22,7 +22,7 @@ def test_the_worst_come_first() -> None:
     assert "not finite" in lines[1]
     assert table.to_text(max_rows=None).splitlines()[1].startswith("a")
     assert "the 2 worst of 4; `print(comparison.module_table.to_text(max_rows=None))`" in table.to_text(max_rows=2)
-    assert ModuleTable().to_text() == "no comparison yet"
+    assert ModuleTable().to_text() == "no sample yet"
     with pytest.raises(ValueError, match="max_rows"):
         table.to_text(max_rows=0)
 

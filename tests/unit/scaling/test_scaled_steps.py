@@ -211,6 +211,6 @@ def test_a_raw_backward(optimizer: str) -> None:
             loop.backward(loop.loss(batches()[0]))
         before = {name: value.clone() for name, value in loop.model.state_dict().items()}
         loop.loss(batches()[1]).backward()
-        with pytest.raises(RuntimeError, match=r"Call `steps.backward\(loss\)`"):
+        with pytest.raises(RuntimeError, match=r"do not come from `steps.backward\(loss\)`"):
             loop.step()
         assert_same(dict(loop.model.state_dict()), before)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision
 from lightning_amp.shadow._training_pass import TrainingPass
-from lightning_amp.tracing import OperationWatch, reduces_fp32
+from lightning_amp.tracing import Trace, reduces_fp32
 
 
 def probe(module: Callable[[], L.LightningModule], look: Callable[[L.Trainer, TrainingPass, Any], None]) -> L.Trainer:
@@ -146,8 +146,8 @@ def test_an_overridden_backward_runs(is_watched: bool) -> None:
             twin = TrainingPass(trainer, module)
             for scale in (1.0, 4.0):
                 before = len(calls)
-                watch = OperationWatch(None, __file__) if is_watched else None
-                twin.run(batch, batch_idx, context=trainer.precision_plugin.forward_context(), scale=scale, watch=watch)
+                trace = Trace(module, __file__) if is_watched else None
+                twin.run(batch, batch_idx, context=trainer.precision_plugin.forward_context(), scale=scale, trace=trace)
                 assert len(calls) == before + 1
                 found.append(twin.gradients()["net.0.weight"].clone())
                 twin.forget_gradients()

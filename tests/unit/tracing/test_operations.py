@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_amp.tracing import argument_of
-from lightning_amp.tracing._operations import known_operation
+from lightning_amp.tracing._operations import argument_of, known_operation
 
 
 @pytest.mark.parametrize(

@@ -1,105 +1,222 @@
-"""A trace watches forwards and gradients, and takes its hooks off."""
+"""The trace of a step, and where its first bad value began."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
-from support.traces import backward
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp.tracing import Trace
+from lightning_amp.tracing import Call, Gradient, Trace, described, first_bad, first_difference, fp32_throughout
+
+Loss = Callable[[Any, Tensor], Tensor]
 
 
-def net(*middle: nn.Module) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), *middle, nn.Linear(8, 1))
+class Net(nn.Module):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.loss = nn.Linear(8, 8), nn.Linear(8, 1), loss
+
+    def step(self, batch: Tensor) -> Tensor:
+        return self.loss(self, batch)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_hooks_come_off(fails: bool) -> None:
-    module = net()
-
-    def hooks() -> list[int]:
-        names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        counts = [len(getattr(m, name)) for m in module.modules() for name in names]
-        return counts + [len(p._backward_hooks or ()) for p in module.parameters()]
-
-    before = hooks()
-    if fails:
-        with pytest.raises(ZeroDivisionError), Trace(module):
-            raise ZeroDivisionError
-    else:
-        with Trace(module) as trace:
-            backward(trace, module(torch.randn(4, 8)).sum())
-        assert len(trace.arrivals) > len(trace.calls)
-    assert hooks() == before
+def traced(module: Net, batch: Tensor, *, fp32: bool = False, scale: float = 1.0, **options: Any) -> Trace:
+    trace = Trace(module, __file__ + "?", **options)
+    with fp32_throughout("cpu") if fp32 else nullcontext(), trace:
+        with nullcontext() if fp32 else torch.autocast("cpu", dtype=torch.float16):
+            loss = module.step(batch)
+        trace.note_loss(loss)
+        with trace.in_backward():
+            (loss.float() * scale).backward()
+    return trace.read()
 
 
-def test_activation_checkpointing() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net(nn.Identity())
-            self.calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return checkpoint(self.net, x, use_reentrant=False)
-
-    module = Checkpointed()
-    with Trace(module) as trace:
-        backward(trace, module(torch.randn(4, 8)).sum() * 1e36)
-    assert [call.name for call in trace.calls] == ["net.0", "net.1", "net.2", "net.3", "net", ""]
+def batch() -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_caught_exception_does_not_confuse_it() -> None:
-    class Tries(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bad, self.good = nn.Linear(3, 3), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            try:
-                return self.bad(x)
-            except RuntimeError:
-                return self.good(x)
-
-    module = net(Tries())
-    with Trace(module) as trace:
-        module(torch.randn(4, 8))
-    assert [call.name for call in trace.calls] == ["0", "1", "2.good", "2", "3", ""]
+def named(found: Call | Gradient | None) -> tuple[str, str | None, str]:
+    assert found is not None
+    call = found.call if isinstance(found, Gradient) else found
+    return call.key.name, call.module, type(found).__name__
 
 
-def test_gradients_in_half() -> None:
-    module = net(nn.Identity())
-    with Trace(module, values=False) as trace:
-        with torch.autocast("cpu", torch.float16):
-            loss = module(torch.randn(4, 8)).float().sum()
-        backward(trace, loss)
-    assert all(call.output_ends == [] for call in trace.calls)
-    found = trace.gradients_in_half(trace.half_places)
-    assert {arrival.place.parameter for arrival in found if arrival.place.parameter} == dict(
-        module.named_parameters()
-    ).keys()
-    assert all(arrival.dtype is torch.float16 for arrival in found if arrival.place.where == "output")
-    with Trace(module) as full:
-        backward(full, module(torch.randn(4, 8)).sum())
-    assert full.half_places == set()
-    assert len(full.gradients_in_half(trace.half_places)) == len(found)
+def overflows(module: Any, x: Tensor) -> Tensor:
+    return (module.head(module.body(x) * 1e6)).float().mean()
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_the_loss_scale_does_not_multiply_the_gradients_of_a_derivative(by_hand: bool) -> None:
-    """Gradients of a backward count, also if the user's own code runs it."""
-    module, x = net(), torch.randn(4, 8, requires_grad=True)
-    with Trace(module) as trace:
-        (gradient,) = torch.autograd.grad(1000 * module(x).sum(), x, create_graph=True)
-        inner = list(trace.arrivals)
-        loss = gradient.square().mean() * 1e-6
-        loss.backward() if by_hand else backward(trace, loss)
-    assert {arrival.is_inner for arrival in inner} == {True}
-    counted = trace.gradients_in_half(set())
-    assert counted == [arrival for arrival in trace.arrivals if arrival not in inner]
-    assert {arrival.place.where for arrival in counted} == {"parameter", "output", "input"}
-    assert max(float(arrival.largest) for arrival in counted) < 1 < max(float(arrival.largest) for arrival in inner)
+def swallowed(module: Any, x: Tensor) -> Tensor:
+    """`softplus` of minus infinity is 0: the loss is finite, its gradient is not."""
+    return F.softplus(-(module.body(x).square() * 1e6)).float().sum() + module.body(x).float().mean()
+
+
+def masked(module: Any, x: Tensor) -> Tensor:
+    scores = module.body(x).masked_fill(x > 0, -math.inf)
+    return (torch.softmax(scores.float(), -1) * 1e6).half().float().sum()
+
+
+def everything_masked(module: Any, x: Tensor) -> Tensor:
+    scores = module.body(x) + torch.full((4, 8), -math.inf)
+    return torch.softmax(scores.float(), -1).sum()
+
+
+def steep(module: Any, x: Tensor) -> Tensor:
+    return torch.sqrt(module.body(x).float().relu() * 0).sum()
+
+
+def written(module: Any, x: Tensor) -> Tensor:
+    out = module.body(x).clone()
+    out.view(-1)[3:5] = math.nan
+    return out.float().sum()
+
+
+def repeated(module: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda y: torch.sqrt(module.body(y).float().relu() * 0), x, use_reentrant=False).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (overflows, ("mul", "", "Call")),
+        (everything_masked, ("softmax", "", "Call")),
+        (steep, ("sqrt", "", "Gradient")),
+        (written, ("assignment", "", "Call")),
+        (repeated, ("sqrt", "", "Gradient")),
+    ],
+)
+def test_the_first_bad_value_of_one_run(loss: Loss, expected: tuple[str, str, str]) -> None:
+    assert named(first_bad(traced(Net(loss), batch()))) == expected
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (overflows, ("mul", "", "Call")),
+        (masked, ("to", "", "Call")),  # the minus infinities of the mask are there in fp32, too
+        (swallowed, ("mul", "", "Call")),
+    ],
+)
+def test_the_first_difference_of_two_runs(loss: Loss, expected: tuple[str, str, str]) -> None:
+    run, fp32_run = traced(Net(loss), batch()), traced(Net(loss), batch(), fp32=True)
+    assert first_bad(fp32_run) is None
+    assert named(first_difference(run, fp32_run)) == expected
+
+
+def test_a_healthy_step_has_no_first_bad_value() -> None:
+    module = Net(lambda m, x: m.head(m.body(x)).float().mean())
+    run = traced(module, batch())
+    assert first_bad(run) is None
+    assert [call.key.name for call in run.calls if not call.in_backward] == ["linear", "linear", "float", "mean"]
+    assert [call.module for call in run.calls][:2] == ["body", "head"]
+    largest = module.body(batch()).abs().max()
+    assert run.calls[0].made.largest == pytest.approx(float(largest), rel=1e-2)
+    assert run.calls[1].taken[0].maker is run.calls[0]
+
+
+def test_an_overflow_of_the_scaled_backward() -> None:
+    module = Net(lambda m, x: m.head(m.body(x)).float().mean())
+    found = first_bad(traced(module, batch(), scale=2.0**30))
+    assert isinstance(found, Gradient)
+    assert found.dtype == torch.float16
+    scale, run = 2.0**10, traced(module, batch(), scale=2.0**10)
+    assert first_bad(run) is None
+    assert run.largest_in_half() == scale  # of the bias, which adds up four values
+
+
+def test_the_operation_is_described() -> None:
+    module = Net(overflows)
+    run, fp32_run = traced(module, batch()), traced(module, batch(), fp32=True)
+    found = first_difference(run, fp32_run)
+    assert found is not None
+    op = described(found, run, fp32_run)
+    assert (op.name, op.module, op.dtype, op.shape, op.result) == ("mul", "", "float16", (4, 8), "inf")
+    assert op.file == __file__
+    assert op.code == "return (module.head(module.body(x) * 1e6)).float().mean()"
+    assert op.largest_in_fp32 == pytest.approx(float(module.body(batch()).abs().max() * 1e6), rel=1e-2)
+    assert op.followed_by == "linear"
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [
+        (lambda x: torch.log(x * 0), "zero"),
+        (lambda x: 1 / (x * 0), "zero"),
+        (lambda x: torch.sqrt(-x.abs() - 1), "negative"),
+        (lambda x: x[:0].mean(), "empty"),
+        (lambda x: x[0, :1].std(), "one"),
+        (lambda x: F.cross_entropy(x, torch.full((4,), -100)), "ignored"),
+        (lambda x: torch.softmax(x - math.inf, -1), "masked"),
+        (lambda x: (x * 0 + 6e4).half().sum(), "sum"),
+        (lambda x: (x * 0 + 1e5).half(), "cast"),
+        (lambda x: x.masked_fill(x > 0, math.inf), "literal"),
+        (lambda x: torch.atanh(x * 0 + 1), "zero"),
+        (lambda x: torch.logit(x * 0 + 2), "negative"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:std\\(\\)")
+def test_special_arguments(run: Callable[[Tensor], Tensor], kind: str) -> None:
+    with torch.no_grad(), Trace(nn.Identity(), __file__ + "?") as trace:
+        run(batch())
+    assert [call.kind for call in trace.read().calls if call.made.bad][-1] == kind
+
+
+def test_the_loss_in_fp32_has_no_half_precision_outside_of_modules() -> None:
+    seen: list[torch.dtype] = []
+
+    def loss(module: Any, x: Tensor) -> Tensor:
+        out = module.body(x)
+        cast = (out + 1e5).half()
+        seen.extend((out.dtype, cast.dtype, (cast * 2).dtype))
+        return cast.mean()
+
+    run = traced(Net(loss), batch(), loss_in_fp32=True)
+    assert seen == [torch.float16, torch.float32, torch.float32]
+    assert first_bad(run) is None
+
+
+def test_nothing_is_left_behind_and_nothing_changes() -> None:
+    module, plain = Net(overflows), Net(overflows)
+    traced(module, batch())
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = plain.step(batch())
+    loss.float().backward()
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0, equal_nan=True)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+class Quantized(Tensor):
+    """Cannot be asked for its values, as torchao's quantized tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.aminmax, torch.isfinite, torch.isnan, Tensor.abs):
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_tensor_that_cannot_be_asked_is_passed_by() -> None:
+    base = torch.ones(8).as_subclass(Quantized)
+    run = traced(Net(lambda m, x: (m.body(x) * base).float().mean()), batch())
+    assert first_bad(run) is None
+
+
+def test_torch_func_and_batched_gradients() -> None:
+    def loss(module: Any, x: Tensor) -> Tensor:
+        squares = torch.func.vmap(lambda row: row.square().sum())(module.body(x).float())
+        x = x.clone().requires_grad_()
+        out = module.body(x).float()
+        (jacobian,) = torch.autograd.grad(out, x, torch.eye(4)[:, :, None].expand(4, 4, 8), is_grads_batched=True)
+        return squares.mean() + jacobian.mean()
+
+    run = traced(Net(loss), batch())
+    assert first_bad(run) is None
+    assert any(one.is_inner for one in run.gradients)

@@ -198,7 +198,7 @@ class Dropped(Ocean):
     [
         (Endless, Plain, (None, 8)),
         (Several, TakesTheFirst, (300, 8)),
-        (Dropped, Plain, (128, 0)),
+        (Dropped, Plain, (None, 0)),
         (Slices, Plain, (None, 8)),
         (Indices, Plain, (None, 8)),
     ],

@@ -22,7 +22,7 @@ def test_a_module_with_half_precision_weights() -> None:
     fit(HalfBody, fp16(1024.0), loader, callbacks=[locator])
     (report,) = locator.reports
     assert (report.cause, report.note) == ("backward", "")
-    assert "largest true gradient of this batch is" in str(report)
+    assert "the largest true gradient is" in str(report)
 
 
 @pytest.mark.parametrize("index", [2, 3])
@@ -31,7 +31,7 @@ def test_accumulation_names_the_batch_of_the_window(index: int) -> None:
     fit(BadRow, fp16(), with_bad(index), accumulate_grad_batches=2, callbacks=[locator])
     (report,) = locator.reports
     assert (report.batch_idx, report.window, report.num_replayed) == (index, (2, 3), index - 1)
-    assert f"batch {index} (of batches 2 to 3, which make one step)" in str(report)
+    assert f"(batch {index} of 2 to 3, which make one step)" in str(report)
 
 
 def test_a_module_that_accumulates_by_itself_has_a_window_too() -> None:
@@ -71,6 +71,7 @@ def test_a_gradient_edited_by_a_callback_is_not_reproduced_but_its_parameter_is_
     (report,) = locator.reports
     assert (report.cause, report.parameters) == ("not reproduced", ("net.0.weight",))
     assert "look at hooks and callbacks that edit gradients" in str(report)
+    assert "the gradients of `net.0.weight` are not finite" in str(report)
 
 
 class Drops(Toy):
@@ -124,9 +125,9 @@ def test_a_step_that_cannot_run_twice_is_excused() -> None:
     fit(Once, plugin, with_bad(1), callbacks=[locator])
     (report,) = locator.reports
     assert report.note == "the training step could not be run a second time (ZeroDivisionError: only once)"
-    assert "cause: not looked for\n" in str(report)
+    assert "cause not looked for\n" in str(report)
     assert "every replay" not in str(report)
-    assert "try:" not in str(report)
+    assert "fix:" not in str(report)
     assert report.parameters
     assert plugin.num_steps == 7
 
@@ -142,10 +143,10 @@ def test_the_cause_is_reported_although_the_run_in_fp32_fails(
 
     monkeypatch.setattr("lightning_amp.shadow._training_pass.fp32_throughout", fails)
     locator = OverflowLocator(max_reports=1)
-    loader = torch.utils.data.DataLoader(torch.randn(8, 4).bfloat16(), batch_size=4)
-    fit(HalfBody, fp16(1024.0), loader, callbacks=[locator])
+    fit(BadRow, fp16(), with_bad(2), callbacks=[locator])
     (report,) = locator.reports
-    assert (report.cause, report.largest_gradient) == ("backward", None)
+    assert (report.cause, report.in_fp32, report.remedies) == ("loss", "", ())
+    assert "where gave infinity" in str(report)
     assert report.note == f"it could not be run in fp32 ({why})"
 
 
@@ -178,7 +179,7 @@ def test_gan() -> None:
     watched = fit(Gan, fp16(), callbacks=[locator])
     (report,) = locator.reports
     assert (report.record.optimizer_idx, report.batch_idx, report.cause) == (1, 2, "backward")
-    assert report.diagnosis.module == "other"
+    assert report.module == "other"
     assert set(report.parameters) == {"other.weight", "other.bias"}
     alone = fit(Gan, fp16())
     assert_same(watched, alone)
@@ -210,9 +211,9 @@ def test_a_step_that_does_not_run_in_fp32_is_reported_without_it() -> None:
     locator = OverflowLocator(max_reports=1)
     fit(lambda: Net(loss), AmpPrecision("bf16"), plain_data(), callbacks=[locator])
     (report,) = locator.reports
-    assert report.diagnosis.in_fp32 == ""
+    assert report.in_fp32 == ""
     assert report.note == "it could not be run in fp32 (RuntimeError: only half)"
-    assert not any(remedy.worked for remedy in report.remedies)
+    assert report.remedies == ()
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

@@ -1,0 +1,192 @@
+"""Find the module whose output is furthest from fp32 although its inputs are close, and try it in fp32.
+
+`MetricComparison` and `GradientMonitor` ask the same question of a second run in both precisions.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_amp._compat import _modules
+from lightning_amp._containers import tensors_in
+from lightning_amp._text import exact, literal
+from lightning_amp.casting import Fp32Modules
+from lightning_amp.causes._bad_shards import bad_shards
+from lightning_amp.findings import ComparisonRow, GradientSample, LostPrecision, ModuleSums, TriedRemedy
+from lightning_amp.numerics import count_nonfinite
+from lightning_amp.shadow import (
+    EvaluationPass,
+    GradientSampler,
+    KeptBatch,
+    Lockstep,
+    OutputComparison,
+    PairedEvaluation,
+    Precision,
+    gather,
+    precision_of,
+)
+from lightning_amp.tracing import paired_random
+
+_ONE_BIT_DB = 6.02  # the least that the output of a module must lose
+_GONE = 0.25  # a setting works if at most this share of the difference remains
+
+
+def furthest_module(modules: Mapping[str, ModuleSums], precision: str) -> LostPrecision | None:
+    """Return the module whose output is furthest from fp32 although its inputs are close; `None` if there is none.
+
+    The module without a name stands for the step, and is left out. Of modules that lose nearly as much, the first one
+    that ended is returned, so an inner one.
+    """
+    found = [
+        LostPrecision(name, one.kind, precision, one.input_db, one.output_db)
+        for name, one in modules.items()
+        if name and one.output_db < one.input_db - _ONE_BIT_DB
+    ]
+    least = min((one.output_sqnr_db for one in found), default=0.0)
+    return next((one for one in found if one.output_sqnr_db <= least + _ONE_BIT_DB), None)
+
+
+def lost_in_evaluation(
+    trainer: Trainer, module: LightningModule, compared: PairedEvaluation, row: ComparisonRow
+) -> LostPrecision | None:
+    """Run the kept batches again in both precisions, find the module that loses most, and try two settings.
+
+    It returns `None` if these batches do not show the difference of the row, or cannot run again. All ranks must call
+    this.
+
+    Cost: an evaluation step in fp32 and three more for each kept batch, 8 of a loader at most.
+    """
+    outputs, ranks = OutputComparison(inputs=True), Lockstep(trainer)
+    if not all(gather(trainer, bool(compared.kept))):
+        return None
+
+    def run(*precisions: Precision, rules: Sequence[str] = ()) -> list[float]:
+        def work() -> list[float]:
+            passes = [EvaluationPass(trainer, module, compared.stage, one) for one in precisions]
+            return _evaluate(passes, outputs if len(passes) == 2 else None, rules, compared.kept, row.metric)
+
+        return ranks.run(work)
+
+    tried: list[TriedRemedy] = []
+    found = None
+    with suppress(Exception):  # such as out of memory; the difference stands in the table
+        sides = gather(trainer, run("fp32", "amp"))
+        found = furthest_module(outputs.sums_of_all_ranks(trainer), precision_of(trainer))
+        if found is None or not any(_shows(row, *side) for side in sides):
+            return None
+        settings: list[tuple[str, Precision, list[str]]] = [
+            (f"`fp32_modules=[{found.module!r}]`", "amp", [found.module]),
+            ("`eval_precision='fp32'`", "eval fp32", []),
+        ]
+        for setting, precision, rules in settings:
+            with suppress(Exception):  # such as half-precision weights, which cannot compute in fp32
+                values = [value for (value,) in gather(trainer, run(precision, rules=rules))]
+                gone = [_is_gone(value, *side) for value, side in zip(values, sides, strict=True)]
+                tried.append(TriedRemedy(setting, values[0], all(gone)))
+    return found and found._replace(tried=tuple(tried))
+
+
+def _evaluate(
+    passes: Sequence[EvaluationPass],
+    outputs: OutputComparison | None,
+    rules: Sequence[str],
+    kept: Sequence[KeptBatch],
+    metric: str,
+) -> list[float]:
+    """Run batches through each pass, the last one with modules in fp32, and return the metric of each pass."""
+    device_type, mha = passes[0].device_type, torch.backends.mha
+    with ExitStack() as closing, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the real step already raised each of these warnings
+        # the fast path of torch's transformer layers does not call their inner modules
+        closing.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
+        for one in passes:
+            closing.callback(one.close)
+        if rules:
+            closing.enter_context(passes[-1].active())
+            Fp32Modules(passes[-1].module, rules, device_type, active=True)
+        for one in passes:
+            one.start_afresh()
+        for batch in kept:
+            for one, watch in zip(passes, (outputs and outputs.recording, outputs and outputs.comparing), strict=False):
+                with paired_random(device_type, batch.random_state):
+                    one.step(batch.batch, batch.batch_idx, batch.loader_idx, watch and watch(one.module))
+        values = [one.finish(kept[-1].random_state).get(metric) for one in passes]
+        return [math.nan if value is None else float(value) for value in values]
+
+
+def _shows(row: ComparisonRow, fp32: float, amp: float) -> bool:
+    """Return whether some batches show the difference of a metric over all batches."""
+    if not math.isfinite(row.amp):
+        return not math.isfinite(amp)
+    return abs(amp - fp32) > 0.3 * abs(row.diff)
+
+
+def _is_gone(value: float, fp32: float, amp: float) -> bool:
+    if not math.isfinite(amp):
+        return math.isfinite(value) or not math.isfinite(fp32)
+    return abs(value - fp32) <= _GONE * abs(amp - fp32)
+
+
+def nonfinite_names(trainer: Trainer, module: LightningModule, compared: PairedEvaluation) -> list[str]:
+    """Name parameters, buffers and entries of kept batches that are not finite on a rank. All ranks must call this."""
+    shards = bad_shards(trainer, module)  # `None` for a module that is not sharded
+    named = [*module.named_buffers(), *(module.named_parameters() if shards is None else ())]
+    named += [(f"batch{path}", t) for one in compared.kept for path, t in tensors_in(one.batch)]
+    mine: set[str] = set()
+    for name, tensor in named:
+        with suppress(Exception):  # such as a quantized tensor, which cannot be looked at
+            if tensor.is_floating_point() and count_nonfinite(tensor):
+                mine.add(_modules.plain_name(name))
+    return sorted({*(shards or ())}.union(*gather(trainer, mine)))
+
+
+def lost_in_training(
+    trainer: Trainer, sample: GradientSample, sampler: GradientSampler, fitting_scale: float | None
+) -> LostPrecision | TriedRemedy | None:
+    """Try one setting against the lost gradient of a sample. All ranks must call this.
+
+    It tries another loss scale if values round to zero, or overflow in the backward alone. Otherwise it tries the
+    module that loses most of the forward in fp32.
+
+    Args:
+        trainer: The trainer, at the start of the sampled batch.
+        sample: The sample.
+        sampler: Took the sample, and takes others.
+        fitting_scale: The scale at which all gradients so far fit into fp16.
+
+    Cost: two steps in each precision.
+    """
+    row, total = sample.bad()[0], sample.rows[-1]
+    overflows = math.isnan(total.sqnr_db)
+    if (overflows and sample.forward_is_finite) or row.rounds_to_zero:
+        if total.precision != "fp16" or fitting_scale is None or (fitting_scale < total.scale) != overflows:
+            return None
+        return TriedRemedy(_scale_setting(trainer, row.scale, fitting_scale), *_cured(sampler.take(fitting_scale)))
+    outputs = OutputComparison(inputs=True)
+    sampler.take(total.scale, outputs=outputs)
+    found = furthest_module(outputs.sums_of_all_ranks(trainer), total.precision)
+    if found is None:
+        return None
+    setting = f"`fp32_modules=[{found.module!r}]`"
+    return found._replace(tried=(TriedRemedy(setting, *_cured(sampler.take(total.scale, rules=[found.module]))),))
+
+
+def _cured(sample: GradientSample | None) -> tuple[float, bool]:
+    """Return the SQNR of all gradients with a setting, and whether no gradient is lost."""
+    return (math.nan, False) if sample is None else (sample.rows[-1].sqnr_db, not sample.bad())
+
+
+def _scale_setting(trainer: Trainer, now: float, scale: float) -> str:
+    if scale < 1:  # dividing the loss has the same effect, and keeps the loss scale away from its limits
+        return f"dividing the loss by {literal(1 / scale)}"
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if isinstance(scaler, torch.amp.GradScaler) and getattr(scaler, "min_scale", 0.0) <= scale < now:
+        return f"a loss scale of {exact(scale)}, to which it falls by itself"
+    return f"`DynamicLossScaler(init_scale={literal(scale)})`"

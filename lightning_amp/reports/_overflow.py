@@ -1,0 +1,362 @@
+"""`Overflow`: the record of one skipped step, and all words that `OverflowLocator` prints of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from typing_extensions import final, override
+
+from lightning_amp._plain_data import plain
+from lightning_amp._text import counted, exact, named, rounded
+from lightning_amp.findings import Op, StepRecord
+from lightning_amp.numerics import FORMATS
+from lightning_amp.tracing import EXPONENTIALS, NORMS, SUMMING, domain
+from lightning_amp.tracing import plain as plain_name
+
+_GROWN = 1e2
+_MOST_CODE = 60  # characters of a line of code
+
+ScaleIs = Literal["", "dynamic", "static", "lowest"]
+Cause = Literal["batch", "weights", "learning rate", "forward", "loss", "backward", "not reproduced"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """One skipped step.
+
+    .. code-block:: python
+
+        locator = OverflowLocator()
+        plugin = AmpPrecision("fp16", scaler=2.0**24)  # static, and too high
+        L.Trainer(plugins=[plugin], callbacks=[locator], max_epochs=1).fit(model, data)
+        report = locator.reports[0]
+        print(report)  # the text that was logged
+        print(report.cause, report.module, report.line, report.parameters)
+
+    Attributes:
+        record: The skipped step: index, optimizer, scale, reason, precision.
+        rank: The rank of the process that had the batch.
+        world_size: The number of processes.
+        epoch: The epoch of the step.
+        batch_idx: The batch whose replay failed; the last batch of the window if no replay failed.
+        window: First and last batch since the last attempted step; they differ only with accumulation.
+        num_replayed: How many batches of the window were run again, from its end.
+        cause: `"batch"`: the batch has NaN or infinity. `"weights"`: a parameter or buffer has. `"learning rate"`: a
+            parameter is not finite since a step whose learning rate was not. `"forward"`: an operation in a module, or
+            before one, made the first bad value. `"loss"`: an operation after all submodules did. `"backward"`: the
+            loss was finite, its gradient was not. `"not reproduced"`: every replay was finite.
+        module: Qualified name of the module whose code ran the operation, or first took the bad value; `None` outside
+            of all submodules.
+        operation: The operation that made the first bad value or gradient, if it is known.
+        parameter: With cause `"weights"` or `"learning rate"`: the parameter or buffer that is not finite.
+        entries: With cause `"batch"`, the bad parts of the batch: path, number of bad values, number of values, index
+            of the first bad value, `"NaN"` or `"infinity"`.
+        parameters: Names of all parameters whose gradients were not finite.
+        in_fp32: Whether the same step is finite in fp32; empty if no fp32 step was run.
+        fitting_scale: The loss scale at which the gradients fit, if they are finite at a lower scale.
+        largest_gradient: The largest true gradient in half precision, if the gradients are finite at a lower scale.
+        remedies: The settings that were tried in replays of the step, as code, each with whether it works. With a
+            setting that works, loss and gradients are finite, and the loss is that of fp32 within the rounding of the
+            format.
+        note: The reason why the replay may not be exact, or why there was no replay; empty if all is well.
+        largest_weights: Largest magnitude of a parameter at the start of the fit, and now.
+        scale_is: `"dynamic"`, `"static"`, or `"lowest"` if the loss scale cannot fall further; empty without a scale.
+        shard: The part of a sharded module that has the fault, with its mesh dimension; empty if it is in no single
+            part.
+        bad_rate: With cause `"learning rate"`: the index of the step that used it, and the learning rate.
+        position: The place of the fault in the order of the step's operations; a large number if the bad values came
+            from another rank.
+    """
+
+    record: StepRecord
+    rank: int
+    world_size: int
+    epoch: int
+    batch_idx: int
+    window: tuple[int, int]
+    num_replayed: int = 0
+    cause: Cause = "not reproduced"
+    module: str | None = None
+    operation: Op | None = None
+    parameter: str = ""
+    entries: tuple[tuple[str, int, int, tuple[int, ...], str], ...] = ()
+    parameters: tuple[str, ...] = ()
+    in_fp32: Literal["", "finite", "not finite"] = ""
+    fitting_scale: float | None = None
+    largest_gradient: float | None = None
+    remedies: tuple[tuple[str, bool], ...] = ()
+    note: str = ""
+    largest_weights: tuple[float, float] | None = None
+    scale_is: ScaleIs = ""
+    shard: str = ""
+    bad_rate: tuple[int, float] | None = None
+    position: int = 0
+
+    @property
+    def line(self) -> str:
+        """Return the line that is to blame, such as `losses.py:75`; empty if it is not known."""
+        operation = self.operation
+        return f"{Path(operation.file).name}:{operation.line}" if operation is not None and operation.file else ""
+
+    @property
+    def is_harmless(self) -> bool:
+        """Return whether a dynamic scale was too high, and falls to a scale at which the step is finite."""
+        return self.scale_is == "dynamic" and self.fitting_scale is not None and self.fitting_scale >= 1
+
+    @property
+    def key(self) -> str:
+        """Return kind, module and line of the cause: equal for all steps that show it."""
+        if self.fitting_scale is not None:
+            return "scale"
+        if self.cause in ("batch", "not reproduced"):
+            return self.cause
+        name = "" if self.operation is None else self.operation.name
+        return f"{self.cause}, {self.module}, {self.line or name or self.parameter}"
+
+    @property
+    def in_one_line(self) -> str:
+        """Return the cause, the line of code and the advice, in one line."""
+        return "; ".join(filter(None, (_what(self), _where(self), f"fix: {_fix(self)}")))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return dictionaries, lists, texts and numbers, which `torch.load(weights_only=True)` accepts."""
+        return plain(asdict(self), float)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Overflow:
+        """Build a report from the result of :meth:`as_dict`."""
+        own = {name: _tuples(value) for name, value in values.items()}
+        own["record"] = StepRecord(**values["record"])
+        if (operation := values["operation"]) is not None:
+            own["operation"] = Op(**{name: _tuples(value) for name, value in operation.items()})
+        return cls(**own)
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    @override
+    def __str__(self) -> str:
+        batch = f"batch {self.batch_idx}"
+        if self.window[0] != self.window[1]:
+            batch += f" of {self.window[0]} to {self.window[1]}, which make one step"
+        shard = f", {self.shard}" if self.shard else ""
+        rank = f", rank {self.rank}{shard}" if self.world_size > 1 else ""
+        taken = "skipped" if self.record.skipped else "was taken although its loss is not finite"
+        lines = [f"Step {self.record.index} {taken} ({batch}{rank}): {_what(self)}"]
+        if where := _where(self):
+            lines.append(f"  {where}")
+        if self.note:
+            lines.append(f"  note: {self.note}")
+        if self.num_replayed:
+            lines.append(f"  fix: {_fix(self)}")
+        return "\n".join(lines)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+# -- what, and where ---------------------------------------------------------------------------------------------------
+
+_VALUES = {"nan": "NaN", "inf": "infinity", "-inf": "minus infinity", "": "NaN or infinity"}
+
+
+def _what(report: Overflow) -> str:
+    """Name the cause in one sentence."""
+    operation, precision = report.operation, report.record.precision or "fp32"
+    if report.cause == "batch":
+        return f"the batch contains {report.entries[0][-1]}"
+    if report.bad_rate is not None:
+        step, rate = report.bad_rate
+        since = f"since step {step:,}, whose learning rate was {'NaN' if math.isnan(rate) else 'infinite'}"
+        return f"`{report.parameter}` is not finite {since}"
+    if report.cause == "weights":
+        return f"`{report.parameter}` is not finite"
+    if report.cause == "not reproduced" and not report.num_replayed:
+        return "cause not looked for"
+    if report.cause == "not reproduced":
+        where = f", on all of {report.world_size} ranks" if report.world_size > 1 else ""
+        return f"cause not found, every replay was finite, forward and backward{where}"
+    part = f"in the {report.cause}"
+    if report.cause == "backward":
+        part += f" at loss scale {exact(report.record.scale)}" if report.record.scale != 1 else ""
+        part += ", the loss is finite"
+    if report.fitting_scale is not None or _leaves_range(report):
+        return f"{precision} overflow {part}"
+    value = _VALUES["" if operation is None else operation.result]
+    also = {"not finite": ", in fp32 too", "finite": f", in {precision} only", "": ""}[report.in_fp32]
+    return f"{value} {part}{also}"
+
+
+def _leaves_range(report: Overflow) -> bool:
+    """Return whether the value is finite in fp32, and too large for the format."""
+    operation, precision = report.operation, report.record.precision
+    if operation is None or report.in_fp32 != "finite" or precision not in ("fp16", "bf16"):
+        return False
+    largest = operation.largest_in_fp32
+    return operation.kind in ("sum", "cast") or operation.in_backward or (largest or 0) > FORMATS[precision].largest
+
+
+def _where(report: Overflow) -> str:
+    """Name the module, the operation with its value, and the line."""
+    operation = report.operation
+    if report.cause == "batch":
+        return "; ".join(
+            f"batch{path}: {count:,} of {counted(total, 'value')}{f', first at {list(first)}' if first else ''}"
+            for path, count, total, first, _ in report.entries
+        ).replace("['", '["').replace("']", '"]')  # fmt: skip
+    if report.cause in ("weights", "learning rate"):
+        return f"{report.module} takes it first" if report.module and report.bad_rate is None else ""
+    if report.cause == "not reproduced" or operation is None:
+        gradients = f"the gradients of {named(report.parameters)} are not finite" if report.parameters else ""
+        return f"{report.module}: {gradients}" if report.module else gradients
+    short = operation.code if len(operation.code) <= _MOST_CODE else f"{operation.code[:_MOST_CODE]} ..."
+    code = f"      {report.line}  {short}" if report.line else ""
+    return f"{operation.module or 'training_step'}: {_value(report, operation)}{code}"
+
+
+def _value(report: Overflow, operation: Op) -> str:
+    limits = FORMATS.get(operation.dtype.replace("float16", "fp16").replace("bfp16", "bf16"))
+    ends = "" if limits is None else f", {limits.name} ends at {limits.largest:,.0f}" if limits.largest < 1e6 else ""
+    special = _special(operation, report.in_fp32)
+    if operation.in_backward:
+        if report.largest_gradient is not None:
+            return f"the largest true gradient is {rounded(report.largest_gradient)}{ends}"
+        if operation.name in ("float", "to") and report.in_fp32 == "finite":
+            return f"the gradient, cast back to {operation.dtype}, is {_VALUES[operation.result]}"
+        verb = "got" if operation.is_sum else "gave"
+        return f"{operation.name} {verb} a gradient of {_VALUES[operation.result]}{special}"
+    largest = operation.largest_in_fp32
+    if operation.kind == "cast":
+        largest = operation.largest_input
+    if _leaves_range(report) and largest is not None:
+        return f"{operation.name} gave {rounded(largest)}{ends}{special}"
+    size = f"; {rounded(largest)} at most in fp32" if largest is not None else ""
+    if not special and operation.largest_input is not None:
+        size += f"; its largest input is {rounded(operation.largest_input)}"
+    return f"{operation.name} gave {_VALUES[operation.result]}{special}{size}"
+
+
+def _special(operation: Op, in_fp32: str) -> str:
+    """Name what is special about the arguments of an operation."""
+    where, is_lost = domain(operation.name), in_fp32 == "finite" and operation.kind_in_fp32 != operation.kind
+    argument = "a divisor" if operation.name in ("div", "div_") else "an argument"
+    derivative = ", where it has no finite derivative" if operation.in_backward else ""
+    words = {
+        "empty": "it is taken over no values",
+        "ignored": "each label of the batch is ignored, so that the mean is taken over no values",
+        "masked": "a row is masked entirely, all of it minus infinity",
+        "one": "the spread of a single value, divided by 0",
+        "zero": f"{argument} is {where.end}{derivative}{', which it is not in fp32' if is_lost else ''}",
+        "negative": f"{argument} is {where.outside}{', which it is not in fp32' if is_lost else ''}",
+        "infinite": "an input is infinite, and 0 times infinity, or infinity minus infinity, is NaN",
+        "outside": "an input was not finite before the step; it is neither in the batch, nor a parameter, nor a buffer",
+        "sum": f"it adds up {operation.count:,} finite values",
+    }
+    return f": {words[operation.kind]}" if operation.kind in words else ""
+
+
+# -- the fix -----------------------------------------------------------------------------------------------------------
+
+
+def _fix(report: Overflow) -> str:
+    """Write the remedies that worked, then advice that was not tried, and never a remedy that failed."""
+    if report.cause == "batch":
+        return "the data; no precision helps. Later ones are counted only"
+    if report.bad_rate is not None:
+        return f"the schedule; go back to a checkpoint before step {report.bad_rate[0]:,}"
+    if report.cause == "weights":
+        return "go back to a checkpoint in which it is finite; no precision helps"
+    if report.cause == "not reproduced":
+        hooks = "hooks and callbacks that edit gradients, " if report.record.skipped else ""
+        return f"look at {hooks}non-deterministic operations, and earlier batches of the window"
+    if report.largest_weights is not None:
+        before, now = report.largest_weights
+        if math.isfinite(now) and now > _GROWN * max(before, 1.0):
+            return (
+                f"a lower learning rate, or gradient clipping (not tried): the largest weight has grown from"
+                f" {rounded(before)} to {rounded(now)} since the start of this fit"
+            )
+    fixes = [f"{setting} (tried: works)" for setting, works in report.remedies if works]
+    if report.fitting_scale is None and not (fixes and _advice_on(report.operation, report.in_fp32) in ("", _SMALLER)):
+        fixes.append(f"{_advice(report)} (not tried)")
+    text = ", or ".join(fixes) or "smaller gradients (not tried)"
+    return f"{text}; no precision helps" if report.in_fp32 == "not finite" else text
+
+
+_SMALLER = "finite in fp32"
+_ADVICE = {
+    "masked": "leave at least one entry of each row unmasked, or mask with `torch.finfo(x.dtype).min`",
+    "ignored": "leave out batches without a label, or sum the losses and divide by `max(1, count)`",
+    "empty": "leave out empty tensors before it, or divide a sum by `max(1, count)`",
+    "one": "`correction=0`, or more than one value",
+    "infinite": "replace infinities by `torch.where` or `masked_fill` before a product or a sum of them",
+    "outside": "find out where that tensor is made",
+    "cast": "keep that tensor in float32",
+    "sum": "`.float()` before that sum",
+    "ctc_loss": "`zero_infinity=True`, or inputs that are at least as long as their labels need",
+    "CheckpointFunction": "`use_reentrant=False`, with which the line in that region is named here",
+    "exp, summed": "subtract the maximum before it (`torch.logsumexp`, `log_softmax`)",
+    "exp": "keep the argument of `{name}` small (`.clamp(max=...)`)",
+    "log": "a stable form (`F.logsigmoid`, `log_softmax`), or an epsilon in the argument of `log`",
+    "rounded log": "a stable form (`F.logsigmoid`, `log_softmax`), or `.float()` where its argument is computed",
+    "div": "an epsilon in the divisor",
+    "small epsilon": "an epsilon that {dtype} holds, such as 1e-4, in the divisor",
+    "norm": "an epsilon inside: `(x.square().sum() + eps).sqrt()`",
+    "derivative": "an epsilon in front of `{name}`; a `torch.where` behind it does not help",
+    "negative": "keep the argument of `{name}` {inside}: `.clamp({clamp})`, an epsilon",
+    "zero": "an epsilon in the argument of `{name}`",
+    "function": "look at the `backward` of `{name}`: what it divides by, or takes a root or logarithm of",
+    "is_sum": "look for a hook that edits that gradient, and at the gradients that are added up",
+    "huge": "find out where {largest_input} comes from: an outlier in the data, or weights that grow",
+    _SMALLER: "smaller inputs of that line, such as a normalisation before it",
+    "unknown": "the loss in fp32, and an epsilon under roots, logarithms and quotients",
+    "": "look at the inputs of that line",
+}
+"""One sentence of advice for each kind of operation. Nothing of it is tried."""
+
+
+def _advice(report: Overflow) -> str:
+    operation = report.operation
+    if operation is None:
+        return _ADVICE["unknown"]
+    where, largest = domain(operation.name), operation.largest_input
+    return _ADVICE[_advice_on(operation, report.in_fp32)].format(
+        name=operation.name, dtype=operation.dtype, inside=where.inside, clamp=where.clamp,
+        largest_input="" if largest is None else rounded(largest),
+    )  # fmt: skip
+
+
+def _advice_on(operation: Op | None, in_fp32: str) -> str:
+    """Choose the sentence."""
+    if operation is None:
+        return "unknown"
+    name, kind, is_lost = plain_name(operation.name), operation.kind, in_fp32 == "finite"
+    if kind in ("masked", "ignored", "empty", "one", "infinite", "outside", "cast", "sum"):
+        return kind
+    if operation.is_sum:
+        return _SMALLER if is_lost else "is_sum"
+    if name.startswith("CheckpointFunction"):
+        return "CheckpointFunction"
+    if kind == "function":
+        return kind
+    if operation.in_backward and kind == "zero":
+        return "norm" if name in NORMS else "derivative"
+    if name in EXPONENTIALS:
+        return "exp, summed" if operation.followed_by in (*SUMMING, "div") else "exp"
+    if kind == "negative" or (kind == "zero" and name == "div"):
+        return kind if kind == "negative" else "small epsilon" if is_lost else "div"
+    if kind == "zero":
+        return kind if name != "log" else "rounded log" if is_lost else name
+    if name == "ctc_loss":
+        return name
+    if not is_lost and operation.largest_input is not None and operation.largest_input > 1e15:
+        return "huge"
+    return _SMALLER if is_lost else ""

@@ -1,0 +1,157 @@
+"""`GradientMonitor` names the module, or the loss scale, that loses a gradient; its tried setting helps."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from support import Toy, assert_same, batches, fit
+from torch import Tensor, nn
+
+from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
+
+
+class Shift(nn.Module):
+    """Rounds small values away."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 3000.0) - 3000.0
+
+
+class Sum(nn.Module):
+    """Adds up in the precision of its input: all values, and then all but the first again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total, sums = torch.full_like(x[:, 0], 2000.0), []
+        for column in range(x.shape[1]):
+            total = total + x[:, column]
+            sums.append(total)
+        sums = torch.stack(sums, 1)
+        return sums - sums.mean(1, keepdim=True)
+
+
+class Loud(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1e6
+
+
+class Ill(Toy):
+    factor = 1.0
+
+    def __init__(self, middle: nn.Module) -> None:
+        adam = torch.optim.Adam  # whose steps do not depend on the size of the loss
+        super().__init__(adam, nn.Sequential(nn.Linear(8, 16), nn.Tanh(), middle, nn.LayerNorm(16), nn.Linear(16, 1)))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) * self.factor
+
+
+class Faint(Ill):
+    factor = 1e-9
+
+
+class TooLarge(Ill):
+    factor = 1e8
+
+
+def words(caplog: pytest.LogCaptureFixture, module: Any, plugin: AmpPrecision, num: int = 20) -> str:
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        fit(module, plugin, batches(num), callbacks=[GradientMonitor(3)])
+    return next(m for m in caplog.messages if m.startswith("GradientMonitor"))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("middle", [Shift, Sum])
+def test_the_module_that_rounds_is_found(middle: Any, precision: str, caplog: pytest.LogCaptureFixture) -> None:
+    if (middle, precision) == (Sum, "fp16"):
+        pytest.skip("fp16 has three bits more, and does not lose this sum")
+    text = words(caplog, lambda: Ill(middle()), AmpPrecision(precision))
+    bits = {"fp16": 11, "bf16": 8}[precision]
+    assert re.search(rf"the gradient keeps \d of {bits} bits of fp32", text), text
+    assert f"`net.2` ({middle.__name__}): its output keeps " in text
+    assert "fix: `fp32_modules=['net.2']` (tried: works)" in text
+    cured = words(caplog, lambda: Ill(middle()), AmpPrecision(precision, fp32_modules=["net.2"]))
+    assert "fix" not in cured
+    assert len(cured.splitlines()) == 1
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_rotary_embedding_that_rounds_its_positions_is_found(
+    precision: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Rotary(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            angles = torch.arange(4096, 4096 + x.shape[1], device=x.device).to(x.dtype)
+            return x * angles.cos() + x.flip(1) * angles.sin()
+
+    text = words(caplog, lambda: Ill(Rotary()), AmpPrecision(precision))
+    assert "`net.2` (Rotary): its output keeps " in text
+    assert "fix: `fp32_modules=['net.2']` (tried: works)" in text
+
+
+def test_an_overflow_of_the_forward_is_named_and_not_the_head(caplog: pytest.LogCaptureFixture) -> None:
+    text = words(caplog, lambda: Ill(Loud()), AmpPrecision("fp16"))
+    assert "the forward overflows, and in fp32 it does not, so that no loss scale helps" in text
+    assert "`net.2` (Loud): its output is not finite in fp16, although its inputs are" in text
+    assert "net.4" not in text
+
+
+def test_a_higher_scale(caplog: pytest.LogCaptureFixture) -> None:
+    text = words(caplog, lambda: Faint(nn.Identity()), AmpPrecision("fp16", scaler=1.0))
+    assert "% of the gradient rounds to zero" in text
+    scale = re.search(r"fix: `DynamicLossScaler\(init_scale=(.*)\)` \(tried: works\)", text)
+    assert scale is not None
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(eval(scale[1])))
+    assert "it fits" in words(caplog, lambda: Faint(nn.Identity()), plugin)
+
+
+def test_a_divisor_of_the_loss(caplog: pytest.LogCaptureFixture) -> None:
+    text = words(caplog, lambda: TooLarge(nn.Identity()), AmpPrecision("fp16"))
+    divisor = re.search(r"fix: dividing the loss by (\S+) \(tried: works\)", text)
+    assert divisor is not None
+
+    class Divided(Ill):
+        factor = 1e8 / eval(divisor[1])
+
+    healthy = AmpPrecision("fp16")
+    assert "it fits" in words(caplog, lambda: Divided(nn.Identity()), healthy, 40)
+    assert healthy.num_steps > 20
+
+
+def test_a_scale_that_falls_by_itself_is_called_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Spike(Ill):
+        def loss(self, batch: Tensor) -> Tensor:
+            return super().loss(batch) * (100 if self.trainer.global_step in (6, 7) else 1)
+
+    text = words(caplog, lambda: Spike(nn.Identity()), AmpPrecision("fp16", scaler=DynamicLossScaler(2.0**14)), 7)
+    assert re.search(r"overflows.*\n.*\n  fix: a loss scale of \S+, to which it falls by itself \(tried", text)
+    text = words(caplog, lambda: Spike(nn.Identity()), AmpPrecision("fp16", scaler=2.0**14), 7)
+    assert re.search(r"overflows.*\n.*\n  fix: `DynamicLossScaler\(init_scale=", text)
+
+
+def test_second_runs_change_nothing() -> None:
+    watched = fit(lambda: Ill(Shift()), AmpPrecision("bf16"), callbacks=[GradientMonitor(1)])
+    assert_same(watched, fit(lambda: Ill(Shift()), AmpPrecision("bf16")))
+
+
+def test_a_step_that_has_one_length_too_few_is_described(caplog: pytest.LogCaptureFixture) -> None:
+    class Twice(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            scale = self.trainer.precision_plugin.scaler.get_scale()
+            for parameter in self.parameters():
+                parameter.grad = parameter.grad / scale
+            optimizer.step()
+
+    text = words(caplog, Twice, AmpPrecision("fp16", scaler=DynamicLossScaler(64.0)))
+    assert "the direction of fp32, but 0.0156 times its length" in text
+    assert "`training_step` and the plugin both divide by the loss scale" in text
