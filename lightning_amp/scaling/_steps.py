@@ -1,8 +1,6 @@
 """Run optimizer steps: scale the loss, unscale and check the gradients, step or skip, and move the scale.
 
-A round is :meth:`OptimizerSteps.scale_loss`, the backward inside :meth:`OptimizerSteps.scaled_backward`,
-:meth:`OptimizerSteps.step`, and :meth:`OptimizerSteps.end_round`. The Trainer's plugin, Fabric's plugin and
-:class:`ScaledSteps` all use this class. It imports nothing of Lightning. `docs/design.md` lists all events.
+A round is `scale_loss`, the backward inside `scaled_backward`, `step`, and `end_round`. `docs/design.md` lists all events.
 """
 
 from __future__ import annotations
