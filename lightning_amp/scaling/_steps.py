@@ -1,6 +1,6 @@
 """Run optimizer steps: scale the loss, unscale and check the gradients, step or skip, and move the scale.
 
-A round is `scale_loss`, the backward inside `scaled_backward`, `step`, and `end_round`. `docs/design.md` lists all events.
+A round is `scale_loss`, the backward inside `scaled_backward`, `step`, `end_round`. `docs/design.md` lists all events.
 """
 
 from __future__ import annotations

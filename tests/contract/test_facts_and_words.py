@@ -26,8 +26,8 @@ def sentences_read_back(package: Package) -> Iterator[Finding]:
     """Find code that looks for words in our own sentences.
 
     Examples: `text.startswith("not worse")`, `" in fp32" in text`, `re.search("takes (.*) seeds", text)`. The words
-    count as ours if a literal of the package contains them that is not looked for itself. Single words are allowed, because settings, units and
-    operations have such names. `_compat` may read the messages of other libraries.
+    count as ours if a literal of the package contains them that is not looked for itself. Single words are allowed,
+    because settings, units and operations have such names. `_compat` may read the messages of other libraries.
     """
     read = {node for source in package for node, _ in _read(source)}
     written = [node for source in package for node in _literals(source) if node not in read]
