@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import final
 
-from lightning_amp._compat import _torch
+from lightning_amp._compat import _sharding, _torch
 from lightning_amp.scaling._gradients import parameters
 
 
@@ -91,9 +91,9 @@ class BackwardWatch:
 
         No backward has reached its watched parameter since, and the gradient is not one that was there before.
         """
-        if state.scale is None or state.is_sharded:  # FSDP2 itself assigns gradients
-            return False
         p = state.watched
+        if state.scale is None or _sharding.assigns_gradients(p):
+            return False
         carried = None if state.carried is None else state.carried()
         if self.origin_of(p) == "unknown" or id(p) in self._plain or p.grad is carried:
             return False
