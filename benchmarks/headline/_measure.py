@@ -85,7 +85,7 @@ class Measure(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._peak = PeakMemory.on(self._where, pl_module)
+        self._peak = PeakMemory(self._where, pl_module)
         self.memory_of = str(self._peak.memory_of)
         self._peak.resume()
 

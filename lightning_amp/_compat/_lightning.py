@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -115,6 +115,21 @@ def is_rank_zero() -> bool:
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     return rank_zero_only.rank == 0  # pyright: ignore[reportFunctionMemberAccess]
+
+
+# Remove with `evaluation_metrics`.
+def metric_directions(trainer: Any) -> dict[str, Literal["min", "max"]]:
+    """Return whether each torchmetrics metric of the current evaluation is better as `"min"` or `"max"`."""
+    from torchmetrics import Metric
+
+    results, found = trainer._results, dict[str, Literal["min", "max"]]()
+    if results is None:
+        return found
+    for item in results.values():
+        higher = item.value.higher_is_better if isinstance(item.value, Metric) else None
+        if higher is not None and item.meta.on_epoch:
+            found.update(dict.fromkeys(results._forked_name(item, on_step=False), "max" if higher else "min"))
+    return found
 
 
 # --- Lightning: half-precision modules, see `precision/_upcast_parameters.py` ---

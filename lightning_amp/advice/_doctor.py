@@ -12,6 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_amp._arguments import require
 from lightning_amp.advice._machine import Machine, compare, examine, product_of, timed
+from lightning_amp.advice._part_timer import DATA, OPTIMIZER
 from lightning_amp.advice._race import Contestant, Track, race
 from lightning_amp.advice._report import DoctorReport
 from lightning_amp.advice._step import (
@@ -26,7 +27,6 @@ from lightning_amp.advice._watch import Watch
 from lightning_amp.advice.findings._products import unaligned_products
 from lightning_amp.casting import Choice, our_name
 from lightning_amp.compare import Progress, Spec, check_trainer_names, parse_arms
-from lightning_amp.measure import DATA, OPTIMIZER
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import (
     Batches,

@@ -16,14 +16,9 @@ from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
 from lightning_amp.advice import _aten
+from lightning_amp.advice._part_timer import BACKWARD, FORWARD
 from lightning_amp.advice._step import Loss, Operation, Recording, Wait
-from lightning_amp.measure import (
-    BACKWARD,
-    FORWARD,
-    DeviceClock,
-    flop_formulas,
-    multiplied_dtype,
-)
+from lightning_amp.measure import DeviceClock, flop_formulas, multiplied_dtype
 from lightning_amp.tracing import called_by_optimizer, running_place, user_place
 
 _WAITS = {

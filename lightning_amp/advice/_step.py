@@ -14,7 +14,8 @@ from typing_extensions import final
 
 from lightning_amp._user_line import Place
 from lightning_amp.advice._machine import Sizes, compare
-from lightning_amp.measure import BACKWARD, DATA, FORWARD, OPTIMIZER, REST, SpeedComparison
+from lightning_amp.advice._part_timer import BACKWARD, DATA, FORWARD, OPTIMIZER, REST
+from lightning_amp.measure import SpeedComparison
 
 Label = Literal["as it is", "fp32", "fused=True", "channels_last"]
 """The change in a variant of a step."""

@@ -16,11 +16,12 @@ from typing_extensions import final, override
 
 from lightning_amp._containers import tensors_in
 from lightning_amp.advice._fused import can_fuse
+from lightning_amp.advice._part_timer import BACKWARD, DATA, FORWARD, OPTIMIZER, REST, PartTimer
 from lightning_amp.advice._recorder import Recorder
 from lightning_amp.advice._step import Loading, Memory, OptimizerFacts, Recording, Step
 from lightning_amp.casting import modules_matching, our_name
 from lightning_amp.compare import num_rows
-from lightning_amp.measure import BACKWARD, DATA, FORWARD, OPTIMIZER, REST, PartTimer, PeakMemory, num_bytes
+from lightning_amp.measure import PeakMemory, num_bytes
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import copy_batch, keep_batches, set_method
 
@@ -99,7 +100,7 @@ class Watch(Callback):
         if self._where.type == "cuda":
             own = num_bytes([*pl_module.parameters(), *pl_module.buffers()])
             self._others_bytes = torch.cuda.memory_allocated(self._where) - own  # what else this process holds there
-        self._memory = PeakMemory.on(self._where, pl_module)
+        self._memory = PeakMemory(self._where, pl_module)
         self._installed.callback(self._memory.close)
         self._memory.resume()
         self._timer.push(_BETWEEN)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 LOSS_SCALE = "amp/loss_scale"
 SKIPPED_STEPS = "amp/skipped_steps"
 SKIP_RATE = "amp/skip_rate"
-RECENT_STEPS = 100
 
 
 @final
@@ -46,7 +43,7 @@ class ScaleMonitor(Callback):
         print(monitor.history.summary())  # 12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 2**10
 
     ==================== ===============================================================================
-    key                  value, at every log point
+    key                  value, at every log point and, if it changed since, at the end of fit
     ==================== ===============================================================================
     `amp/loss_scale`     the scale that the next step will use; 1.0 without scaling
     `amp/skipped_steps`  optimizer steps skipped so far in this run
@@ -64,9 +61,6 @@ class ScaleMonitor(Callback):
         log_every_n_steps: Optimizer steps between two log points; `None` takes the Trainer's `log_every_n_steps`.
         warn_below: Warns once when the scale falls below this number. `None` never warns. Below the default, 1.0,
             scaling makes gradients smaller instead of larger.
-        warn_skip_rate: Warns once when a larger share of the latest 100 steps than this was skipped, from 0 to 1.
-            `None` never warns. A healthy run skips some steps until the scale has settled, and later about one step in
-            thousands.
         dirpath: Folder for `scale_history.csv`, or its URL (`"s3://bucket/run"`, as Lightning's callbacks take it). The
             whole file is written with every checkpoint and at the end of fit. A resumed run continues it, and a killed
             run leaves the history up to its last checkpoint. `None` writes no file. If it cannot be written, the
@@ -85,17 +79,13 @@ class ScaleMonitor(Callback):
         log_every_n_steps: int | None = None,
         *,
         warn_below: float | None = 1.0,
-        warn_skip_rate: float | None = 0.25,
         dirpath: str | os.PathLike[str] | None = None,
     ) -> None:
         require_count("log_every_n_steps", log_every_n_steps, none="or `None`")
         fine = warn_below is None or (is_number(warn_below, finite=False) and warn_below >= 0)
         require(fine, "warn_below", "a number of 0 or more", warn_below, none="or `None`")
-        fine = warn_skip_rate is None or (is_number(warn_skip_rate) and 0 <= warn_skip_rate <= 1)
-        require(fine, "warn_skip_rate", "a number from 0 to 1", warn_skip_rate, none="or `None`")
         self.log_every_n_steps = log_every_n_steps
         self.warn_below = warn_below
-        self.warn_skip_rate = warn_skip_rate
         self.dirpath = None if dirpath is None else location(dirpath, "dirpath")
         self._last_trainer = LastTrainer()
         self._plugin: AmpPrecision | None = None
@@ -106,8 +96,8 @@ class ScaleMonitor(Callback):
 
     def _forget(self) -> None:
         self._history = ScaleHistory()
-        self._warned = self._warned_of_skips = self._warned_of_folder = False
-        self._recent: deque[bool] = deque(maxlen=RECENT_STEPS)
+        self._warned = self._warned_of_folder = False
+        self._logged: dict[str, float] = {}
 
     @property
     def history(self) -> ScaleHistory:
@@ -138,9 +128,9 @@ class ScaleMonitor(Callback):
         scaler = getattr(plugin, "scaler", None)
         self._steps_seen = trainer.global_step
         if isinstance(plugin, AmpPrecision):
-            self._plugin, self._subscription = plugin, plugin.records.subscribe(self._extend)
+            self._plugin, self._subscription = plugin, plugin.records.subscribe(self._history.extend)
         elif isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-            self._watch = _ScalerWatch(scaler, self._history.last, self._extend)
+            self._watch = _ScalerWatch(scaler, self._history)
         else:
             _messages.info(
                 f"`ScaleMonitor` has nothing to show: the precision plugin {type(plugin).__name__} has no loss scaler."
@@ -159,13 +149,13 @@ class ScaleMonitor(Callback):
         if self._watch is not None:
             self._watch.observe()
         if is_log_point(trainer, before, self.log_every_n_steps):
-            self._report(trainer)
+            self._report(trainer, is_log_point=True)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._plugin is None and self._watch is None:
             return
-        self._read()
+        self._report(trainer)
         self._save()
         _messages.info(f"ScaleMonitor: {self._history.summary()}.")
 
@@ -196,8 +186,7 @@ class ScaleMonitor(Callback):
         if self._plugin is not None:
             self._plugin.flush()  # hooks may have stepped since the last batch
         self._read()
-        warned = [self._warned, self._warned_of_skips]
-        return {**self._history.state_dict(), "recent": list(self._recent), "warned": warned}
+        return {**self._history.state_dict(), "warned": self._warned}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -205,20 +194,11 @@ class ScaleMonitor(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = Saved(state_dict, "ScaleMonitor")
-        recent, warned = saved.entries("recent"), saved.entries("warned")
-        if len(warned) != 2:
-            raise saved.wrong("warned", "two truth values")
+        warned = bool(Saved(state_dict, "ScaleMonitor").any("warned"))
         self._history.load_state_dict(state_dict)
-        self._recent.extend(map(bool, recent))
-        self._warned, self._warned_of_skips = map(bool, warned)
+        self._warned = warned
 
     # -- work ----------------------------------------------------------------------------------------------------------
-
-    def _extend(self, records: list[StepRecord]) -> None:
-        for record in records:
-            self._history.extend([record])
-            self._recent.append(record.skipped)
 
     def _read(self) -> None:
         if self._plugin is not None:
@@ -226,35 +206,22 @@ class ScaleMonitor(Callback):
         elif self._watch is not None:
             self._watch.read()
 
-    def _report(self, trainer: Trainer) -> None:
+    def _report(self, trainer: Trainer, *, is_log_point: bool = False) -> None:
         self._read()
         last = self._history.last
         if last is None:
             return
-        skipped = self._history.num_skipped
-        rate = skipped / self._history.num_attempted
-        scale = last.next_scale
-        log_metrics(trainer, {LOSS_SCALE: scale, SKIPPED_STEPS: float(skipped), SKIP_RATE: rate})
+        skipped, scale = self._history.num_skipped, last.next_scale
+        values = {LOSS_SCALE: scale, SKIPPED_STEPS: float(skipped), SKIP_RATE: skipped / self._history.num_attempted}
+        if is_log_point or values != self._logged:
+            log_metrics(trainer, values)
+        self._logged = values
         if self.warn_below is not None and scale < self.warn_below and not self._warned:
             self._warned = True
             _messages.warn(
-                f"The loss scale fell to {exact(scale)}, below {exact(self.warn_below)}"
-                f" ({self._history.summary()}): the gradients overflow however small it gets. Look for a module whose"
-                " gradients are unusually large, or use 'bf16', which has the range of fp32."
-            )
-
-        skips = sum(self._recent)
-        if (
-            self.warn_skip_rate is not None
-            and len(self._recent) == RECENT_STEPS
-            and skips > self.warn_skip_rate * RECENT_STEPS
-            and not self._warned_of_skips
-        ):
-            self._warned_of_skips = True
-            _messages.warn(
-                f"{skips} of the latest {RECENT_STEPS} optimizer steps were skipped, at a loss scale of"
-                f" {exact(scale)} now ({self._history.summary()}). `OverflowLocator` finds out which module"
-                " and which batch it is."
+                f"The loss scale fell to {exact(scale)}, below {exact(self.warn_below)} ({self._history.summary()})."
+                " `OverflowLocator` finds the module whose gradients are so large. 'bf16', which has the range of fp32,"
+                " needs no loss scale."
             )
 
     def _save(self) -> None:
@@ -273,26 +240,19 @@ class ScaleMonitor(Callback):
 class _ScalerWatch:
     """Notes the scale of another plugin's scaler after each step without waiting, and reads the notes in blocks."""
 
-    def __init__(
-        self, scaler: torch.amp.GradScaler, last: StepRecord | None, extend: Callable[[list[StepRecord]], None]
-    ) -> None:
-        self._scaler = scaler
-        self._extend = extend
+    def __init__(self, scaler: torch.amp.GradScaler, history: ScaleHistory) -> None:
+        self._scaler, self._history = scaler, history
         self._last_scale = scaler.get_scale()
-        self._index = 0 if last is None else last.index + 1
         self._pending: list[Tensor] = []
 
     def observe(self) -> None:
         self._pending.append(_torch.scale_tensor(self._scaler).clone())
 
     def read(self) -> None:
-        if not self._pending:
-            return
-        records: list[StepRecord] = []
-        for scale in torch.stack(self._pending).tolist():
-            fell = scale < self._last_scale
+        pending, self._pending = self._pending, []
+        for scale in torch.stack(pending).tolist() if pending else ():
+            last, fell = self._history.last, scale < self._last_scale
+            index = 0 if last is None else last.index + 1
             reason = "gradient" if fell else "none"
-            records.append(StepRecord(self._index, 0, self._last_scale, scale, fell, reason, "fp16"))
-            self._last_scale, self._index = scale, self._index + 1
-        self._pending.clear()
-        self._extend(records)
+            self._history.extend([StepRecord(index, 0, self._last_scale, scale, fell, reason, "fp16")])
+            self._last_scale = scale

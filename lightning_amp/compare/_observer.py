@@ -59,7 +59,7 @@ class Observer(Callback):
         self.device = trainer.strategy.root_device
         self._steps_at_start = trainer.global_step
         profiled = isinstance(trainer.profiler, PyTorchProfiler)  # type: ignore[attr-defined]
-        self._memory = PeakMemory.on(self.device, pl_module, profiled=profiled)
+        self._memory = PeakMemory(self.device, pl_module, profiled=profiled)
         self.watch = StepTimer(self.device)
         self._resume()
 

@@ -1,44 +1,25 @@
 """Measure how long something takes and how much memory it needs. Read `_speed.py` first.
 
-`DeviceClock` is the one clock. `StepTimer` times the steps of a fit, and `PartTimer` the parts of a step. `in_rounds`
-times several runs in turns, and `SpeedComparison` decides whether one of them is faster.
+`DeviceClock` is the one clock. `StepTimer` times the steps of a fit, `in_rounds` times several runs in turns, and
+`SpeedComparison` decides whether one of them is faster.
 """
 
 from lightning_amp.measure._device_clock import DeviceClock
 from lightning_amp.measure._matmul_flops import MatmulFlops, flop_formulas, multiplied_dtype
-from lightning_amp.measure._memory import MemoryOf, PeakMemory, has_storage, is_settled, num_bytes
-from lightning_amp.measure._part_timer import (
-    BACKWARD,
-    CALLBACKS,
-    DATA,
-    FORWARD,
-    OPTIMIZER,
-    REST,
-    SCALING,
-    PartTimer,
-)
+from lightning_amp.measure._memory import MemoryOf, PeakMemory, is_settled, num_bytes
 from lightning_amp.measure._rounds import in_rounds
 from lightning_amp.measure._speed import SpeedClaim, SpeedComparison, paired_log_ratio, times_as_fast
 from lightning_amp.measure._step_timer import StepTimer
 
 __all__ = [
-    "BACKWARD",
-    "CALLBACKS",
-    "DATA",
-    "FORWARD",
-    "OPTIMIZER",
-    "REST",
-    "SCALING",
     "DeviceClock",
     "MatmulFlops",
     "MemoryOf",
-    "PartTimer",
     "PeakMemory",
     "SpeedClaim",
     "SpeedComparison",
     "StepTimer",
     "flop_formulas",
-    "has_storage",
     "in_rounds",
     "is_settled",
     "multiplied_dtype",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from typing_extensions import final, override
+from typing_extensions import final
 
 from lightning_amp._compat import _sharding
 
@@ -57,97 +56,51 @@ def _inner(tensor: Tensor) -> Iterable[Tensor]:
     return [inner for name in flat.__tensor_flatten__()[0] for inner in _inner(getattr(flat, name))]
 
 
-class PeakMemory(ABC):
-    """Measure the peak of training, without validation, where :class:`MetricComparison` holds a copy of the module."""
-
-    memory_of: MemoryOf
-
-    @staticmethod
-    def on(device: torch.device, module: nn.Module, *, profiled: bool = False) -> PeakMemory:
-        """Return a measurement for this device, to be made before the first training step.
-
-        `profiled` is whether the user's own torch profiler will run: torch cannot run two profilers at once.
-        """
-        return TensorPeak(module, profiled=profiled) if device.type == "cpu" else DevicePeak(device)
-
-    @abstractmethod
-    def resume(self) -> None:
-        """Begin, or continue after a pause."""
-
-    @abstractmethod
-    def pause(self) -> None:
-        """Stop counting until :meth:`resume`."""
-
-    @abstractmethod
-    def close(self) -> int | None:
-        """Return the peak in bytes; `None` if it could not be measured."""
-
-
 @final
-class DevicePeak(PeakMemory):
-    """Read the peak from the device's allocator (`max_memory_allocated`). MPS has none, so its peak is `None`."""
+class PeakMemory:
+    """Measure the peak of training, without validation, where :class:`MetricComparison` holds a copy of the module.
 
-    memory_of = "device"
+    On a device it reads the allocator (`max_memory_allocated`). MPS has none, so its peak is `None`. On the CPU it
+    counts weights, buffers, and all other memory from torch's CPU allocator, by torch's profiler, which changes no
+    value; memory of data loading and of Python does not count. The caller closes it after some steps, because a profile
+    grows with each step. The peak is `None` if another profiler is running.
 
-    def __init__(self, device: torch.device) -> None:
-        self._where = device
-        self._backend: Any = torch.get_device_module(device.type)
-        self._peak = 0
-        self._watching = False
-
-    @override
-    def resume(self) -> None:
-        self._watching = hasattr(self._backend, "max_memory_allocated")
-        if self._watching:
-            self._backend.reset_peak_memory_stats(self._where)
-
-    @override
-    def pause(self) -> None:
-        if self._watching:
-            self._peak = max(self._peak, self._backend.max_memory_allocated(self._where))
-        self._watching = False
-
-    @override
-    def close(self) -> int | None:
-        self.pause()
-        return self._peak or None
-
-
-@final
-class TensorPeak(PeakMemory):
-    """Measure the memory of tensors on the CPU: weights, buffers, and all other memory from torch's CPU allocator.
-
-    Torch's profiler measures it, which changes no value. Memory of data loading and of Python does not count. The
-    caller closes it after some steps, because a profile grows with each step. `None` if another profiler is running.
+    Make it before the first training step. `profiled` is whether the user's own torch profiler will run: torch cannot
+    run two profilers at once.
     """
 
-    memory_of = "tensors"
-
-    def __init__(self, module: nn.Module, *, profiled: bool = False) -> None:
+    def __init__(self, device: torch.device, module: nn.Module, *, profiled: bool = False) -> None:
+        self.memory_of: MemoryOf = "tensors" if device.type == "cpu" else "device"
+        self._where = device
+        self._peak: int | None = None
+        self._backend: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
         self._held = num_bytes([*module.parameters(), *module.buffers()])
         self._profile: Any = None
-        self._peak: int | None = None
-        self._started = profiled
+        self._is_counting, self._has_begun = False, profiled
 
-    @override
     def resume(self) -> None:
-        if self._started:
-            return
-        self._started = True
-        if _is_profiling():
-            return
-        gc.collect()  # otherwise memory from an earlier profile that is freed in this profile would be subtracted
-        with contextlib.suppress(Exception):
-            profile: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
-            profile.__enter__()
-            self._profile = profile
+        """Begin, or continue after a pause; on the CPU only the first steps are measured, before any validation."""
+        if self._backend is not None:
+            self._is_counting = hasattr(self._backend, "max_memory_allocated")
+            if self._is_counting:
+                self._backend.reset_peak_memory_stats(self._where)
+        elif not self._has_begun and not _is_profiling():
+            gc.collect()  # otherwise memory from an earlier profile that is freed in this profile would be subtracted
+            with contextlib.suppress(Exception):
+                profile: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
+                profile.__enter__()
+                self._profile = profile
+        self._has_begun = True
 
-    @override
     def pause(self) -> None:
-        """Do nothing: only the first steps are measured, before any validation."""
+        """Stop counting until :meth:`resume`."""
+        if self._is_counting:
+            self._peak = max(self._peak or 0, self._backend.max_memory_allocated(self._where))
+        self._is_counting = False
 
-    @override
     def close(self) -> int | None:
+        """Return the peak in bytes; `None` if it could not be measured."""
+        self.pause()
         profile, self._profile = self._profile, None
         if profile is not None and _is_profiling():  # otherwise another profiler has already ended this profiler
             with contextlib.suppress(Exception):

@@ -14,7 +14,7 @@ from lightning_amp.numerics._finite import (
     nonfinite_gradients,
     stack_scalars,
 )
-from lightning_amp.numerics._limits import FORMATS, HALF_DTYPES, fitting_scale, widest_dtype
+from lightning_amp.numerics._limits import FP16_LARGEST, HALF_DTYPES, fitting_scale, widest_dtype
 from lightning_amp.numerics._ranges import (
     dense,
     headroom_bits,
@@ -25,7 +25,7 @@ from lightning_amp.numerics._ranges import (
 )
 
 __all__ = [
-    "FORMATS",
+    "FP16_LARGEST",
     "HALF_DTYPES",
     "all_finite",
     "count_nonfinite",

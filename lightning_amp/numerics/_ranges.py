@@ -1,4 +1,4 @@
-"""Measure how well values fit into a format.
+"""Measure how well values fit into fp16.
 
 Every result is a tensor on the device of the values, so no function waits for the device.
 """
@@ -12,36 +12,35 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp._compat import _modules, _sharding
-from lightning_amp.numerics._limits import FORMATS
+from lightning_amp.numerics._limits import FP16_LARGEST, FP16_ROUNDS_TO_NORMAL, FP16_ROUNDS_TO_ZERO
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def underflow_counts(values: Tensor, number_format: str = "fp16", scale: float | Tensor = 1.0) -> Tensor:
-    """Count the values that become zero, the values that become subnormal, and all values: int64, shape [3].
+def underflow_counts(values: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+    """Count the values that become zero in fp16, the values that become subnormal, and all values: int64, shape [3].
 
-    The values are multiplied by `scale`, a float or a tensor [], and rounded exactly as by a conversion to the format.
+    The values are multiplied by `scale`, a float or a tensor [], and rounded exactly as by a conversion to fp16.
     Zeros and non-finite values are left out of all counts. The counts of several tensors add up.
     """
-    fits = FORMATS[number_format]
     values = values.detach()
     magnitude = values.abs()
     magnitude = (magnitude if magnitude.dtype in (torch.float32, torch.float64) else magnitude.float()) * scale
     zeros, finite = (values == 0).count_nonzero(), torch.isfinite(values).count_nonzero()
-    to_zero = (magnitude <= fits.rounds_to_zero).count_nonzero()  # these values include the zeros; never inf or NaN
-    below_normal = (magnitude < fits.rounds_to_normal).count_nonzero()
+    to_zero = (magnitude <= FP16_ROUNDS_TO_ZERO).count_nonzero()  # these values include the zeros; never inf or NaN
+    below_normal = (magnitude < FP16_ROUNDS_TO_NORMAL).count_nonzero()
     return torch.stack([to_zero - zeros, below_normal - to_zero, finite - zeros])
 
 
-def headroom_bits(values: Tensor, number_format: str = "fp16", scale: float | Tensor = 1.0) -> Tensor:
-    """Return how often `values` times `scale` could be doubled before the largest leaves the format's range, shape [].
+def headroom_bits(values: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+    """Return how often `values` times `scale` could be doubled before the largest overflows in fp16, shape [].
 
-    That is log2(largest of the format / max |values|). It is negative for values outside the range. It is infinite if
+    That is log2(65504 / max |values|). It is negative for values outside the range. It is infinite if
     all are zero or there are none, NaN if one is NaN, and minus infinity if one is infinite.
     """
     # Subtract logarithms, since the quotient of a large and a tiny number leaves the range of fp32.
     factor = torch.log2(scale.to(values.device)) if isinstance(scale, Tensor) else math.log2(scale)
-    return math.log2(FORMATS[number_format].largest) - torch.log2(largest(values)) - factor
+    return math.log2(FP16_LARGEST) - torch.log2(largest(values)) - factor
 
 
 def dense(values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing_extensions import final, override
 from lightning_amp._plain_data import plain
 from lightning_amp._text import counted, exact, named, rounded
 from lightning_amp.findings import Op, StepRecord
-from lightning_amp.numerics import FORMATS
+from lightning_amp.numerics import FP16_LARGEST
 from lightning_amp.tracing import EXPONENTIALS, NORMS, SUMMING, domain
 from lightning_amp.tracing import plain as plain_name
 
@@ -201,7 +201,8 @@ def _leaves_range(report: Overflow) -> bool:
     if operation is None or report.in_fp32 != "finite" or precision not in ("fp16", "bf16"):
         return False
     largest = operation.largest_in_fp32
-    return operation.kind in ("sum", "cast") or operation.in_backward or (largest or 0) > FORMATS[precision].largest
+    is_too_large = precision == "fp16" and (largest or 0) > FP16_LARGEST
+    return operation.kind in ("sum", "cast") or operation.in_backward or is_too_large
 
 
 def _where(report: Overflow) -> str:
@@ -223,8 +224,7 @@ def _where(report: Overflow) -> str:
 
 
 def _value(report: Overflow, operation: Op) -> str:
-    limits = FORMATS.get(operation.dtype.replace("float16", "fp16").replace("bfp16", "bf16"))
-    ends = "" if limits is None else f", {limits.name} ends at {limits.largest:,.0f}" if limits.largest < 1e6 else ""
+    ends = f", fp16 ends at {FP16_LARGEST:,.0f}" if operation.dtype == "float16" else ""
     special = _special(operation, report.in_fp32)
     if operation.in_backward:
         if report.largest_gradient is not None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import csv
-import math
 import os
-from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple
-from itertools import islice
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import astuple, fields
+from typing import TYPE_CHECKING, Any
 
-import torch
 from typing_extensions import final, override
 
 from lightning_amp._files import open_text
 from lightning_amp._text import alike, counted
-from lightning_amp.findings import StepPrecision, StepReason, StepRecord
+from lightning_amp.findings import StepRecord
 from lightning_amp.reports._scale_drawing import plot_histories
 from lightning_amp.reports._table import Table
 from lightning_amp.scaling import RecordLog, Saved
@@ -27,22 +23,12 @@ if TYPE_CHECKING:
 SCALE_HISTORY_FILE = "scale_history.csv"
 """The name of the file that :class:`~lightning_amp.ScaleMonitor` writes into its folder."""
 
-_REASONS: tuple[StepReason, ...] = get_args(StepReason)
-_PRECISIONS: tuple[StepPrecision, ...] = get_args(StepPrecision)
-_COLUMNS = {
-    "index": "q",
-    "optimizer_idx": "q",
-    "scale": "d",
-    "next_scale": "d",
-    "skipped": "b",
-    "reason": "b",
-    "precision": "b",
-}
+_HEADER = [field.name for field in fields(StepRecord)]
 
 
 @final
 class ScaleHistory(Table[StepRecord]):
-    """Every step of a run. Only changes of the scale and skips take memory, 35 bytes each.
+    """Every step of a run. Only changes of the scale and skips take memory.
 
     .. code-block:: python
 
@@ -58,30 +44,21 @@ class ScaleHistory(Table[StepRecord]):
     among them, not the index of a step.
     """
 
-    _header = _COLUMNS
+    _header = _HEADER
 
     def __init__(self) -> None:
-        self._columns = {name: array(code) for name, code in _COLUMNS.items()}
-        self._last: StepRecord | None = None
+        self._records: list[StepRecord] = []
+        self._is_open = False  # whether the last record only says how far the run is, and the next one replaces it
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     @override
     def __iter__(self) -> Iterator[StepRecord]:
-        yield from map(_record, *self._columns.values())
-        if self._last is not None and not self._is_stored(self._last):
-            yield self._last
+        return iter(self._records)
 
     @override
     def __len__(self) -> int:
-        return len(self._columns["index"]) + (self._last is not None and not self._is_stored(self._last))
-
-    @override
-    def _row(self, index: int) -> StepRecord:
-        count = len(self)
-        if not -count <= index < count:
-            raise IndexError(f"`history[{index}]`: there are {counted(count, 'record')}, one for each change.")
-        return next(islice(self, index % count, None))
+        return len(self._records)
 
     @override
     def __repr__(self) -> str:
@@ -90,23 +67,22 @@ class ScaleHistory(Table[StepRecord]):
     @property
     def last(self) -> StepRecord | None:
         """Return the latest step."""
-        return self._last
+        return self._records[-1] if self._records else None
 
     @property
     def first(self) -> StepRecord | None:
         """Return the earliest known step. A history that was not in the checkpoint begins where the run resumed."""
-        return next(iter(self), None)
+        return self._records[0] if self._records else None
 
     @property
     def num_attempted(self) -> int:
         """Return how many optimizer steps were tried."""
-        first = self.first
-        return 0 if self._last is None or first is None else self._last.index - first.index + 1
+        return self._records[-1].index - self._records[0].index + 1 if self._records else 0
 
     @property
     def num_skipped(self) -> int:
         """Return how many optimizer steps were skipped; all of them are stored."""
-        return sum(self._columns["skipped"])
+        return sum(record.skipped for record in self._records)
 
     @property
     def num_steps(self) -> int:
@@ -115,19 +91,18 @@ class ScaleHistory(Table[StepRecord]):
 
     def summary(self) -> str:
         """Write one line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 2**10`."""
-        if self._last is None:
+        if not self._records:
             return "no optimizer step was recorded"
-        first = self.first
-        assert first is not None
-        skipped = [r.index - first.index for r in self if r.skipped]
+        first, last = self._records[0], self._records[-1]
+        skipped = [record.index - first.index for record in self if record.skipped]
         text = f"{len(skipped):,} of {self.num_attempted:,} steps skipped"
         if skipped and self.num_attempted > 20:
             text += f", {sum(index < 20 for index in skipped):,} in the first 20"
-        losses = sum(r.reason == "loss" for r in self)
+        losses = sum(record.reason == "loss" for record in self)
         if losses:
             text += f", {losses:,} of them with a non-finite loss"
         write = alike(scale for record in self for scale in (record.scale, record.next_scale))
-        return f"{text}; scale {write(first.scale)} -> {write(self._last.next_scale)}"
+        return f"{text}; scale {write(first.scale)} -> {write(last.next_scale)}"
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -144,35 +119,19 @@ class ScaleHistory(Table[StepRecord]):
     def extend(self, records: Iterable[StepRecord]) -> None:
         """Add records in their order."""
         for record in records:
-            last = self._last
-            changed = last is not None and record.precision != last.precision
-            if changed and last is not None and not self._is_stored(last):
-                self._store(last)
-            if (
-                last is None
-                or changed
-                or record.skipped
-                or record.next_scale != record.scale
-                or record.scale != last.next_scale
-            ):
-                self._store(record)
-            self._last = record
-
-    def _store(self, record: StepRecord) -> None:
-        *values, reason, precision = self._cells(record)
-        values += [_REASONS.index(reason), _PRECISIONS.index(precision)]
-        for column, value in zip(self._columns.values(), values, strict=True):
-            column.append(value)
-
-    def _is_stored(self, record: StepRecord) -> bool:
-        stored = self._columns["index"]
-        return len(stored) > 0 and stored[-1] == record.index
+            last = self.last
+            is_new = last is None or record.precision != last.precision
+            if self._is_open and not is_new:
+                self._records.pop()
+            moved = last is not None and not record.scale == record.next_scale == last.next_scale
+            self._is_open = not (is_new or moved or record.skipped)
+            self._records.append(record)
 
     # -- files and checkpoints -----------------------------------------------------------------------------------------
 
     @override
     def _cells(self, row: StepRecord) -> tuple[Any, ...]:
-        return row.index, row.optimizer_idx, row.scale, row.next_scale, int(row.skipped), row.reason, row.precision
+        return tuple(int(cell) if isinstance(cell, bool) else cell for cell in astuple(row))
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> ScaleHistory:
@@ -185,44 +144,26 @@ class ScaleHistory(Table[StepRecord]):
         with open_text(path) as file:
             reader = csv.reader(file)
             try:
-                header, *rows = [(row, reader.line_num) for row in reader] or [([], 0)]
-            except (csv.Error, UnicodeDecodeError) as error:
+                if (header := next(reader, [])) != _HEADER:
+                    raise ValueError(f"the header must be {_HEADER}, got {header}")
+                for index, optimizer, scale, next_scale, skipped, *words in reader:
+                    numbers = int(index), int(optimizer), float(scale), float(next_scale), bool(int(skipped))
+                    record = Saved({"row": [*numbers, *words]}, "ScaleHistory").record("row")
+                    if record is None or record.index <= (-1 if history.last is None else history.last.index):
+                        raise ValueError("steps come in their order")
+                    if min(record.scale, record.next_scale) < 0:  # the scale of torch's own scaler can fall to 0
+                        raise ValueError("scales are not negative")
+                    history.extend([record])
+            except (csv.Error, ValueError) as error:
                 raise ValueError(
-                    f"`{path}`, after line {reader.line_num}, is not text ({error}); the history is also in the"
-                    " checkpoint."
+                    f"`{path}`, line {reader.line_num}, is not a row of a scale history ({error}). The file may be cut"
+                    " off; the history is also in the checkpoint."
                 ) from error
-            columns = list(_COLUMNS)
-            if header[0] != columns:
-                raise ValueError(f"`{path}` is not a scale history: its header must be {columns}, got {header[0]}.")
-            for row, line in rows:
-                try:
-                    index, optimizer, scale, next_scale, skipped, reason, precision = row
-                    record = StepRecord(
-                        int(index),
-                        int(optimizer),
-                        float(scale),
-                        float(next_scale),
-                        bool(int(skipped)),
-                        _REASONS[_REASONS.index(reason)],  # type: ignore[arg-type]
-                        _PRECISIONS[_PRECISIONS.index(precision)],  # type: ignore[arg-type]
-                    )
-                    if record.index <= (-1 if history.last is None else history.last.index) or not (
-                        # the scale of torch's own scaler can fall to 0
-                        0 <= record.scale < math.inf and 0 <= record.next_scale < math.inf
-                    ):
-                        raise ValueError("steps come in their order, with scales that are finite and not negative")
-                except ValueError as error:
-                    raise ValueError(
-                        f"`{path}`, line {line}, is not a row of a scale history: {row}. The file may be cut"
-                        " off; the history is also in the checkpoint."
-                    ) from error
-                history.extend([record])
         return history
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain numbers, which `torch.load(weights_only=True)` accepts."""
-        columns = {name: torch.tensor(column.tolist(), dtype=_dtype(name)) for name, column in self._columns.items()}
-        return {**columns, "last": None if self._last is None else list(astuple(self._last))}
+        """Return plain lists and numbers, which `torch.load(weights_only=True)` accepts."""
+        return {"records": [list(astuple(record)) for record in self], "is_open": self._is_open}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`.
@@ -231,20 +172,9 @@ class ScaleHistory(Table[StepRecord]):
             ValueError: If an entry is missing or wrong. The history does not change then.
         """
         saved = Saved(state, "ScaleHistory")
-        columns: dict[str, array[Any]] = {}
-        for name, code in _COLUMNS.items():
-            values = saved.any(name)
-            if not isinstance(values, torch.Tensor) or values.dtype != _dtype(name) or values.dim() != 1:
-                raise saved.wrong(name, f"a tensor [steps] of {_dtype(name)}")
-            columns[name] = array(code, values.tolist())
-        if len({len(column) for column in columns.values()}) > 1:
-            raise saved.wrong("index", "as long as the other columns")
-        if any(not 0 <= reason < len(_REASONS) for reason in columns["reason"]):
-            raise saved.wrong("reason", f"a number from 0 to {len(_REASONS) - 1} for each step")
-        if any(not 0 <= precision < len(_PRECISIONS) for precision in columns["precision"]):
-            raise saved.wrong("precision", f"a number from 0 to {len(_PRECISIONS) - 1} for each step")
-        last = saved.record("last")
-        self._columns, self._last = columns, last
+        records = [Saved({"records": row}, "ScaleHistory").record("records") for row in saved.entries("records")]
+        is_open = bool(saved.any("is_open"))
+        self._records, self._is_open = [record for record in records if record is not None], is_open
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw the scale over the steps, with a mark for each skip.
@@ -255,15 +185,4 @@ class ScaleHistory(Table[StepRecord]):
         Raises:
             ModuleNotFoundError: If matplotlib is not installed (`pip install matplotlib`).
         """
-        return plot_histories({"loss scale": list(self)}, path, title=f"Loss scale: {self.summary()}")
-
-
-def _record(
-    index: int, optimizer: int, scale: float, next_scale: float, skipped: int, reason: int, precision: int
-) -> StepRecord:
-    reasons = _REASONS[reason], _PRECISIONS[precision]
-    return StepRecord(index, optimizer, scale, next_scale, bool(skipped), *reasons)
-
-
-def _dtype(column: str) -> torch.dtype:
-    return {"q": torch.int64, "d": torch.float64, "b": torch.int8}[_COLUMNS[column]]
+        return plot_histories({"loss scale": self}, path, title=f"Loss scale: {self.summary()}")

@@ -36,9 +36,6 @@ class Table(Sequence[Row]):
     def __getitem__(self, index: slice) -> list[Row]: ...
     @override
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        return list(self)[index] if isinstance(index, slice) else self._row(index)
-
-    def _row(self, index: int) -> Row:
         return list(self)[index]
 
     def _cells(self, row: Any) -> Iterable[Any]:

@@ -1,6 +1,5 @@
 """Run the user's step a second time without side effects: on a copy, with its own random numbers and loggers."""
 
-from lightning_amp.shadow._agreement import RankMissingError
 from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Precision, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
@@ -12,7 +11,6 @@ from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._output_comparison import OutputComparison
 from lightning_amp.shadow._paired_evaluation import PairedEvaluation
 from lightning_amp.shadow._private_fit import (
-    PRIVATE_CALLBACKS,
     own_data,
     own_module,
     private_trainer,
@@ -20,14 +18,13 @@ from lightning_amp.shadow._private_fit import (
     require_unsharded,
     run_private_fit,
 )
-from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather
+from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, RankMissingError, gather
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._surroundings import device_of_trainer, is_sharded, tensor_parallel_size, unnoticed
 from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
 
 __all__ = [
     "BOUNDARY",
-    "PRIVATE_CALLBACKS",
     "BatchWindow",
     "Batches",
     "EvaluationPass",

@@ -6,59 +6,55 @@ parallel one belong to a device mesh. All ranks must run the second pass, becaus
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from typing_extensions import final, override
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from typing_extensions import final
 
-from lightning_amp._compat import _modules, _sharding
-from lightning_amp.shadow._agreement import Agreement, collective
+from lightning_amp._compat import _sharding
+from lightning_amp.shadow._fsdp1 import Replaced
 from lightning_amp.shadow._fsdp2 import units_of
 from lightning_amp.shadow._module_copy import copy_attributes
+from lightning_amp.shadow._ranks import together
 
 _GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @final
 class Exchange:
-    """The second set of attributes of a sharded module. The parameters are shared, so they take no more memory.
+    """The second set of attributes of a sharded module. The parameters are shared, and restored after each use.
 
     Args:
+        trainer: The trainer.
         module: The module, between two steps.
         model: The module, or the unit of FSDP1 around it.
         parameters: All parameters that the step may reach; their gradients are set aside.
         memo: The memo of `copy.deepcopy`: by `id`, the object that replaces another, for example the trainer.
         in_fp32: Gather parameters in their own dtype, for a run in fp32.
-        limit: The longest time that a rank waits for another one.
 
-    Cost: copies of buffers, metric states and other attributes.
+    Cost: copies of buffers, metric states and other attributes; while it is active, of this rank's part of the weights.
     """
 
     def __init__(
         self,
+        trainer: Trainer,
         module: LightningModule,
         model: nn.Module,
         parameters: Iterable[nn.Parameter],
         memo: dict[int, Any],
         *,
         in_fp32: bool,
-        limit: timedelta,
     ) -> None:
-        self._limit = limit
+        self._trainer = trainer
         self._in_fp32 = in_fp32
         self._fsdp = units_of(model)
-        with self._agreement(), self._set_aside():
+        with together(trainer, wait=True), self._set_aside():
             self._own = copy_attributes(module, model, memo, in_fp32=in_fp32)
             self._parameters = list({id(p): p for p in (*module.parameters(), *parameters)}.values())
-        self._writes = _Writes()
-        self._active = ExitStack()
-        self._depth = 0
+        self._is_active = False
 
     @property
     def gathers_in_half(self) -> bool:
@@ -67,57 +63,35 @@ class Exchange:
 
     @contextmanager
     def active(self) -> Generator[None]:
-        """Give the module its second set of attributes inside. All ranks must enter it."""
-        self.enter()
-        try:
+        """Give the module its second set of attributes inside. All ranks must enter it. A second entry does nothing."""
+        if self._is_active:
             yield
-        finally:
-            self.leave()
-
-    def enter(self) -> None:
-        """Exchange the attributes; a second call does nothing but count."""
-        self._depth += 1
-        if self._depth > 1:
             return
         with ExitStack() as undo:
+            self._is_active = True
+            undo.callback(setattr, self, "_is_active", False)
             undo.enter_context(self._set_aside())
             undo.enter_context(self._attributes())
             undo.enter_context(_without_gradients(self._parameters))
-            self._writes.begin(self._parameters)
-            undo.callback(self._writes.restore)
+            undo.enter_context(_restored(self._parameters))
             for parameter, values in self._fsdp.parts_in_use():
-                self._writes.keep(parameter)
                 _sharding.local(parameter.detach()).copy_(values)
             if self._in_fp32 and self._fsdp.casts:
                 undo.enter_context(self._fsdp.gathering_in_full())
             undo.callback(self._fsdp.settle)
-            self._active = undo.pop_all()
-
-    def leave(self) -> None:
-        """Exchange the attributes back, after as many calls as there were of :meth:`enter`."""
-        self._depth -= 1
-        if self._depth == 0:
-            self._active.close()
+            yield
 
     @contextmanager
     def running(self) -> Generator[None]:
-        """Run user code inside: all ranks succeed or fail together, and no code changes the parameters for good.
+        """Run user code inside: all ranks succeed or fail together.
 
         At the end, gathered parameters are freed: the parameters of the module are its shards again.
         """
-        with self._agreement() as agreement:
+        with together(self._trainer, wait=True):
             try:
-                with _ParameterGuard(self._writes, agreement):
-                    yield
+                yield
             finally:
                 self._fsdp.settle()
-
-    def take_parameters(self, values: Iterable[Tensor]) -> None:
-        """Set the parameters until :meth:`leave`. This takes memory for their present values."""
-        with torch.no_grad():
-            for parameter, value in zip(self._parameters, values, strict=False):
-                self._writes.keep(parameter)
-                _sharding.local(parameter).copy_(_sharding.local(value))
 
     @contextmanager
     def _set_aside(self) -> Generator[None]:
@@ -126,15 +100,6 @@ class Exchange:
             yield
         finally:
             self._fsdp.put_back()
-
-    @contextmanager
-    def _agreement(self) -> Generator[Agreement | None]:
-        if torch.distributed.get_world_size() == 1:
-            yield None
-            return
-        agreement = Agreement(self._limit)
-        with agreement.working():
-            yield agreement
 
     @contextmanager
     def _attributes(self) -> Generator[None]:
@@ -158,93 +123,23 @@ def _set_attributes(attributes: Iterable[tuple[nn.Module, dict[str, Any]]]) -> N
 @contextmanager
 def _without_gradients(parameters: list[nn.Parameter]) -> Generator[None]:
     """Set gradients aside, and hooks on them: a hook that steps an optimizer must not run a second time."""
-    gradients = [parameter.grad for parameter in parameters]
-    hooks = [[getattr(parameter, name, None) for name in _GRADIENT_HOOKS] for parameter in parameters]
-    for parameter, found in zip(parameters, hooks, strict=True):
-        parameter.grad = None
-        for name, hook in zip(_GRADIENT_HOOKS, found, strict=True):
-            if hook:
-                setattr(parameter, name, None)
+    aside = Replaced()
+    for parameter in parameters:
+        hooks = [name for name in _GRADIENT_HOOKS if getattr(parameter, name, None)]
+        aside.replace(parameter, grad=None, **dict.fromkeys(hooks))
     try:
         yield
     finally:
-        for parameter, gradient, found in zip(parameters, gradients, hooks, strict=True):
-            parameter.grad = gradient
-            for name, hook in zip(_GRADIENT_HOOKS, found, strict=True):
-                if hook:
-                    setattr(parameter, name, hook)
+        aside.restore()
 
 
-@final
-class _Writes:
-    """Keeps the values of parameters before code changes them, and restores them: a step may edit weights."""
-
-    def __init__(self) -> None:
-        # Bytes of each rank's part of a parameter, by their address. FSDP1 has one memory for all parameters of a unit.
-        self._locals: dict[int, Tensor] = {}
-        self._kept: dict[int, Tensor] = {}
-
-    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note where the parameters are in memory."""
-        parts = {_address(p): _sharding.local(p.detach()) for p in parameters if _sharding.local(p).numel()}
-        self._locals = {address: _all_bytes(part) for address, part in parts.items() if address}
-
-    def keep(self, parameter: Tensor) -> None:
-        """Keep the present values of one parameter, and of those in the same memory, unless they are kept already."""
-        address = _address(parameter)
-        if address in self._locals and address not in self._kept:
-            with _modules.outside_dispatch_modes():
-                self._kept[address] = self._locals[address].clone()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Write the kept values back."""
-        for address, values in self._kept.items():
-            self._locals[address].copy_(values)
-        self._kept.clear()
-
-
-@final
-class _ParameterGuard(_modules.DispatchMode):
-    """Tells of parameters that an operation is about to change, and lets all ranks arrive at collective operations."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, writes: _Writes, agreement: Agreement | None) -> None:
-        super().__init__()
-        self._writes, self._agreement = writes, agreement
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._agreement is not None:
-            collective(self._agreement, func, args, kwargs)
-        for key in _written(func):
-            value = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
-            for one in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(one, Tensor):
-                    self._writes.keep(one)
-        return func(*args, **kwargs)
-
-
-def _all_bytes(tensor: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _address(tensor: Tensor) -> int:
+@contextmanager
+def _restored(parameters: list[nn.Parameter]) -> Generator[None]:
+    """Restore this rank's part of each parameter at the end, because a step may edit weights."""
+    parts = [_sharding.local(parameter).data for parameter in parameters]  # `data` counts its changes by itself
+    values = [part.clone() for part in parts]
     try:
-        return _sharding.local(tensor).untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a sparse or a fake tensor has no storage
-        return 0
-
-
-@functools.cache
-def _written(operation: Any) -> tuple[int | str, ...]:
-    """Return the arguments that an operation writes to: by position, keyword-only ones by name.
-
-    Remove when an operation's schema has a public name.
-    """
-    schema = getattr(operation, "_schema", None)  # a higher-order operator has no schema
-    arguments = [] if schema is None else enumerate(schema.arguments)
-    changed = [(i, one) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write]
-    return tuple(one.name if one.kwarg_only else i for i, one in changed)
+        yield
+    finally:
+        for part, value in zip(parts, values, strict=True):
+            part.copy_(value)

@@ -10,24 +10,27 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import final
 
+ABSENT: Any = object()
+
 
 @final
 class Replaced:
-    """Attributes that have other values until :meth:`restore`. Remove when `Fsdp1` and `Fsdp2` are gone."""
+    """Attributes that have other values, or are absent, until :meth:`restore`. Remove with `Fsdp1` and `Fsdp2`."""
 
     def __init__(self) -> None:
         self._saved: list[tuple[Any, str, Any]] = []
 
     def replace(self, owner: Any, **attributes: Any) -> None:
-        """Set attributes of an object.
+        """Set attributes of an object; remove those that shall be `ABSENT`.
 
         Raises:
-            AttributeError: If the object has no such attribute.
+            AttributeError: If the object has no attribute that is set.
 
         """
         for name, value in attributes.items():
-            self._saved.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, value)
+            before = vars(owner).get(name, ABSENT) if value is ABSENT else getattr(owner, name)
+            self._saved.append((owner, name, before))
+            _set(owner, name, value)
 
     def replace_existing(self, owner: Any, **attributes: Any) -> None:
         """Set attributes, except those that the object does not have in this version of torch."""
@@ -36,7 +39,14 @@ class Replaced:
     def restore(self) -> None:
         """Set all attributes to their earlier values, the latest first."""
         while self._saved:
-            setattr(*self._saved.pop())
+            _set(*self._saved.pop())
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if value is ABSENT:
+        vars(owner).pop(name, None)
+    else:
+        setattr(owner, name, value)
 
 
 class NotNowError(RuntimeError):

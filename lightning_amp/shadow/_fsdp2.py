@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _sharding
-from lightning_amp.shadow._fsdp1 import Fsdp1, Replaced
+from lightning_amp.shadow._fsdp1 import ABSENT, Fsdp1, Replaced
 
 
 def shared_internals(model: nn.Module) -> list[Any]:
@@ -50,10 +50,7 @@ class Fsdp2:
         self._params: list[Any] = [param for group in self._groups for param in group.fsdp_params]
         self._aside = Replaced()
         self._gathered: list[Any] = []
-        self._whole: list[_Whole] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._units)
+        self._whole: list[tuple[Any, nn.Parameter, bool, bool]] = []
 
     def reshard(self) -> None:
         """Register the shards as the parameters of their modules, and free what was gathered."""
@@ -67,7 +64,10 @@ class Fsdp2:
         for long. Changes to its shards, or to their `requires_grad`, have no effect until then.
         """
         self._gathered = [group for group in self._groups if group.is_unsharded]
-        self._whole = [_Whole(param) for group in self._gathered for param in group.fsdp_params]
+        for param in (param for group in self._gathered for param in group.fsdp_params):
+            whole, is_converted = param._unsharded_param, bool(param._unsharded_inner_tensors)
+            self._whole.append((param, whole, whole.requires_grad, is_converted))
+            self._aside.replace(param, _unsharded_param=ABSENT, all_gather_outputs=[], _unsharded_inner_tensors=[])
         self.reshard()
         for comm in {id(group.comm_ctx): group.comm_ctx for group in self._groups}.values():
             self._aside.replace_existing(comm, post_forward_order=[])
@@ -85,19 +85,25 @@ class Fsdp2:
         """Undo :meth:`set_aside`, also after a forward or a backward that raised an exception."""
         self.settle()
         self._aside.restore()
-        for one in self._whole:
-            one.put_back()
         for group in self._gathered:  # a hook that reads a parameter after the forward expects it gathered
             group._to_unsharded()
-        for one in self._whole:
-            one.unsharded.requires_grad_(one.requires_grad)
+        for _, whole, is_trained, _ in self._whole:
+            whole.requires_grad_(is_trained)
         self._gathered, self._whole = [], []
 
     def parts_in_use(self) -> Generator[tuple[Tensor, Tensor]]:
-        """Yield sharded parameters whose weights are set aside, each with this rank's part of these weights."""
-        for one in self._whole:
-            if (part := one.part_in_use()) is not None:
-                yield one.param.sharded_param, part
+        """Yield sharded parameters whose weights are set aside, each with this rank's part of these weights.
+
+        A part has the values of the shard, and others where the shard has changed. This does not wait for the device.
+        Values that a tensor subclass has converted are left out.
+        """
+        for param, whole, _, is_converted in self._whole:
+            mesh, shard = param.mesh_info, _sharding.local(param.sharded_param.detach())
+            parts = _sharding.local(whole.detach()).chunk(mesh.shard_mesh_size, param.fsdp_placement.dim)
+            part = parts[mesh.shard_mesh_rank] if mesh.shard_mesh_rank < len(parts) else None
+            if part is not None and part.shape == shard.shape and not is_converted:
+                values = shard.to(part.device)
+                yield param.sharded_param, torch.where(part == values.to(part.dtype), values, part.to(values.dtype))
 
     def settle(self) -> None:
         """Bring the units to their state between two steps: resharded, and without anything under way."""
@@ -150,64 +156,23 @@ class Fsdp2:
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        found = [(state, state._mp_policy) for state in self._states]
-        inner = [(group, group.mp_policy) for group in self._groups]
-        buffers = [(p, p.all_gather_outputs, p.__dict__.pop("_unsharded_param", None)) for p in self._params]
         plain = MixedPrecisionPolicy()
         upcast = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
+        gathering = Replaced()
         try:
             for state in self._states:
-                state._mp_policy = plain
-            self._gather_by((group, upcast if _in_half(group) else plain) for group in self._groups)
+                gathering.replace(state, _mp_policy=plain)
+            for group in self._groups:
+                gathering.replace(group, mp_policy=upcast if _in_half(group) else plain)
+                for param in group.fsdp_params:
+                    gathering.replace(param, all_gather_outputs=[], _unsharded_param=ABSENT)
+                group._init_mp_dtypes()
             yield
         finally:
             self.settle()
-            for state, policy in found:
-                state._mp_policy = policy
-            self._gather_by(inner)
-            for param, outputs, unsharded in buffers:
-                param.all_gather_outputs = outputs
-                if unsharded is not None:
-                    param._unsharded_param = unsharded
-
-    def _gather_by(self, policies: Iterable[tuple[Any, Any]]) -> None:
-        for group, policy in policies:
-            group.mp_policy = policy
-            for param in group.fsdp_params:
-                param.all_gather_outputs = []
-                param.__dict__.pop("_unsharded_param", None)
-            group._init_mp_dtypes()
-
-
-@final
-class _Whole:
-    """The gathered values of one parameter of FSDP2, taken away from it. Remove with `Fsdp2`."""
-
-    def __init__(self, param: Any) -> None:
-        self.param = param
-        self.unsharded: nn.Parameter = param.__dict__.pop("_unsharded_param")
-        self.requires_grad = self.unsharded.requires_grad
-        self._buffers = param.all_gather_outputs, param._unsharded_inner_tensors
-        param.all_gather_outputs, param._unsharded_inner_tensors = [], []
-
-    def put_back(self) -> None:
-        self.param.all_gather_outputs, self.param._unsharded_inner_tensors = self._buffers
-        self.param._unsharded_param = self.unsharded
-
-    def part_in_use(self) -> Tensor | None:
-        """Return this rank's part: the values of the shard, and others where the shard has changed.
-
-        This does not wait for the device. `None` for values that a tensor subclass has converted.
-        """
-        mesh, shard = self.param.mesh_info, _sharding.local(self.param.sharded_param.detach())
-        parts = _sharding.local(self.unsharded.detach()).chunk(mesh.shard_mesh_size, self.param.fsdp_placement.dim)
-        if self._buffers[1] or mesh.shard_mesh_rank >= len(parts):
-            return None
-        part = parts[mesh.shard_mesh_rank]
-        if part.shape != shard.shape:
-            return None
-        values = shard.to(part.device)
-        return torch.where(part == values.to(part.dtype), values, part.to(values.dtype))
+            gathering.restore()
+            for group in self._groups:
+                group._init_mp_dtypes()
 
 
 def _wait_for(device: Any, event: Any) -> None:

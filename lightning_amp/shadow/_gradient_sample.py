@@ -29,7 +29,7 @@ from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._fsdp2 import counts_here
 from lightning_amp.shadow._output_comparison import OutputComparison
-from lightning_amp.shadow._ranks import OtherRankFailedError, gather
+from lightning_amp.shadow._ranks import OtherRankFailedError, gather, together
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._surroundings import is_sharded
 from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
@@ -67,15 +67,16 @@ class GradientSampler:
         mine = GradientSample([])
         self._clear()
         try:
-            mine = self._measure(scale, outputs, rules)
+            with together(trainer):
+                mine = self._measure(scale, outputs, rules)
         except Exception as error:
             if not rules and not isinstance(error, OtherRankFailedError):  # a trial may fail
                 self._on_failure(Failure.of(error, "the training step", f"the sample of step {step}"))
             self._clear()
+        ranks = gather(trainer, mine)  # the decisions below must be the same on all ranks
         if trainer.world_size > 1:
             self._sums = trainer.strategy.reduce(self._sums, reduce_op="sum")
             self._tops = trainer.strategy.reduce(self._tops, reduce_op="max")
-        ranks = gather(trainer, mine)  # the decisions below must be the same on all ranks
         names = [name or type(self._module).__name__ for name in self._index]
         rows = zip(names, self._sums.cpu(), self._tops.cpu(), strict=True)
         found = [_row(step, name, scale, sums, top, precision_of(trainer)) for name, sums, top in rows if sums[0] > 0]
@@ -150,7 +151,7 @@ class GradientSampler:
             for name, gradient in fp32_run.items():
                 # A gradient that exists only in fp32 is lost in mixed precision.
                 values = amp_run.get(name, torch.zeros_like(gradient))
-                counts, product = underflow_counts(gradient, "fp16", scale), inner_product(gradient, values)
+                counts, product = underflow_counts(gradient, scale), inner_product(gradient, values)
                 measured = (counts, fidelity_sums(gradient, values), product) if name in counted else ()
                 self._add([row_of[name]], largest(gradient), *measured)
         return sample
@@ -188,7 +189,7 @@ def _row(step: int, name: str, scale: float, added: Tensor, top: Tensor, precisi
         num_values=int(counted),
         underflow_fraction=zero / number,
         subnormal_fraction=subnormal / number,
-        headroom_bits=float(headroom_bits(top, "fp16", scale)),
+        headroom_bits=float(headroom_bits(top, scale)),
         sqnr_db=float(fidelity(added[5:8])[0]),
         cosine=cosine if math.isfinite(signal + energy + product) else math.nan,
         largest=float(top),

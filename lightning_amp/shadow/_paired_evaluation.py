@@ -19,7 +19,7 @@ from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage, follow_
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._fsdp1 import NotNowError
 from lightning_amp.shadow._output_comparison import OutputComparison
-from lightning_amp.shadow._ranks import OtherRankFailedError
+from lightning_amp.shadow._ranks import OtherRankFailedError, gather, together
 from lightning_amp.tracing import RandomState
 
 _MOST_BATCHES = 8  # of each loader, kept for a search
@@ -184,7 +184,8 @@ class PairedEvaluation:
     @contextmanager
     def _observing(self) -> Generator[None]:
         try:
-            yield
+            with together(self._trainer):
+                yield
         except Exception as error:
             self.close()
             self._failed = True
@@ -206,9 +207,9 @@ class PairedEvaluation:
 
         They stop together, because the next operations reduce over the ranks.
         """
-        decide = self._trainer.strategy.reduce_boolean_decision
-        if self.running and not decide(self._fp32 is not None, all=True):
+        states = gather(self._trainer, (self._fp32 is not None, self._fatal)) if self.running else []
+        if not all(runs for runs, _ in states):
             self.running = False
-            self.failed_for_good = decide(self._fatal, all=False)
+            self.failed_for_good = any(fatal for _, fatal in states)
             self.close()
         return self.running

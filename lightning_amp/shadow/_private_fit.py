@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import shutil
 import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,32 +32,16 @@ from typing_extensions import final, override
 from lightning_amp._compat import _modules, _sharding
 from lightning_amp._compat._messages import SHARDING
 from lightning_amp.shadow._failures import in_one_line
-from lightning_amp.shadow._rebinding import rebind_closures
+from lightning_amp.shadow._module_copy import copy_module
 from lightning_amp.shadow._surroundings import accelerator_for
 from lightning_amp.shadow._views import NOTHING
 from lightning_amp.tracing import RandomState
 
-_LEFT_OUT = (
-    "barebones",
-    "default_root_dir",
-    "enable_checkpointing",
-    "enable_model_summary",
-    "enable_progress_bar",
-    "fast_dev_run",
-    "max_epochs",
-    "max_steps",
-    "max_time",
-    "min_epochs",
-    "min_steps",
-    "num_nodes",
-    "num_sanity_val_steps",
-    "plugins",
-    "precision",
-    "profiler",
-    "strategy",
+_LEFT_OUT = {
+    "barebones", "fast_dev_run", "max_time", "min_epochs", "min_steps", "num_nodes", "plugins", "precision", "profiler",
     "sync_batchnorm",
-)
-"""Arguments of the user's Trainer about the length of the fit, the number of devices, and output."""
+}  # fmt: skip
+"""Arguments of the user's Trainer about the length of the fit, the number of devices, and the precision."""
 
 _LEFT_OUT_CALLBACKS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, ModelSummary, ProgressBar, Timer)
 """Callbacks that write to files or to the terminal, stop the fit, or run additional fits."""
@@ -75,33 +58,17 @@ def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
     """Make a module that may be trained and discarded, even if the factory returns a module that other code holds.
 
     It calls the factory twice, from the same random state. If the second module shares nothing with the first, no other
-    code holds it; otherwise the first module is copied.
+    code holds it; otherwise it is copied.
 
     Raises:
         TypeError: If the factory returns an object of another type.
-        ValueError: If it returns the same object each time, and the object cannot be copied.
 
     """
     start = RandomState.capture("cpu")  # modules are initialised on the CPU
     made = _made(make_module, "make_module", LightningModule)
     start.restore("cpu")
     again = _made(make_module, "make_module", LightningModule)
-    if _are_apart(made, again):
-        return again
-    try:
-        memo: dict[int, Any] = {}
-        copied = copy.deepcopy(made, memo)
-        rebind_closures(map(vars, copied.modules()), memo)
-        if not all(parameter.is_leaf for parameter in copied.parameters()):
-            raise RuntimeError("the parameters of its copy cannot be trained, as in TorchScript modules")
-        return copied
-    except Exception as error:
-        if again is made:
-            raise ValueError(
-                f"`make_module` returns the same object each time, and it cannot be copied: {type(error).__name__}:"
-                f" {error}. Return a new module: it is going to be trained for some steps."
-            ) from error
-        return again
+    return again if _are_apart(made, again) else copy_module(again, {})
 
 
 def require_unsharded(make_module: Callable[[], LightningModule], asked: str) -> None:
@@ -117,31 +84,21 @@ def require_unsharded(make_module: Callable[[], LightningModule], asked: str) ->
         ValueError: If the module is sharded, or cannot be without several processes.
     """
     start = RandomState.capture("cpu")
+    made, reason = own_module(make_module), ""
     try:
-        made = _made(make_module, "make_module", LightningModule)
-        if not is_overridden("configure_model", made):
-            return
-        if not _are_apart(made, _made(make_module, "make_module", LightningModule)):
-            return
-        try:
+        if is_overridden("configure_model", made):
             made.configure_model()
-        except Exception as error:
-            code = "".join(traceback.format_exception(error))
-            with suppress(OSError):  # a class without a file
-                code += inspect.getsource(type(made).configure_model)
-            if not SHARDING.search(code):
-                return  # the hook may need a Trainer, which the fit attaches
-            reason = f" ({in_one_line(error)})"
-        else:
-            if not _sharding.is_sharded_module(made):
-                return
-            reason = ""
+    except Exception as error:
+        if not SHARDING.search("".join(traceback.format_exception(error))):
+            return  # the hook may need a Trainer, which the fit attaches
+        reason = f" ({in_one_line(error)})"
     finally:
         start.restore("cpu")
-    raise ValueError(
-        f"`{asked}` runs the module on one device, where its `configure_model` cannot shard it{reason}. Begin that hook"
-        " with `if self.device_mesh is None: return`, so that the whole module is examined."
-    )
+    if reason or _sharding.is_sharded_module(made):
+        raise ValueError(
+            f"`{asked}` runs the module on one device, where its `configure_model` cannot shard it{reason}. Begin that"
+            " hook with `if self.device_mesh is None: return`, so that the whole module is examined."
+        )
 
 
 def _are_apart(one: LightningModule, other: LightningModule) -> bool:
@@ -203,28 +160,27 @@ def private_trainer(
     kwargs = {name: value for name, value in trainer_kwargs.items() if name not in _LEFT_OUT}
     accelerator = accelerator_for(device, trainer_kwargs)
     given = kwargs.pop("callbacks", None) or []
-    given = [given] if isinstance(given, Callback) else list(given)
-    kept = [callback for callback in given if not isinstance(callback, _LEFT_OUT_CALLBACKS)]
-    watching = [*map(_own_callback, kept), _LeaveOut()]
+    given = [given] if isinstance(given, Callback) else given
+    own = [_own_callback(callback) for callback in given if not isinstance(callback, _LEFT_OUT_CALLBACKS)]
+    saves = kwargs.get("enable_checkpointing") is not False
     folder = tempfile.mkdtemp(prefix=_FOLDER)
-    saves = trainer_kwargs.get("enable_checkpointing") is not False
-    settings: dict[str, Any] = {
-        "accelerator": accelerator,
-        "devices": [device.index] if ":" in str(device) and device.type != "cpu" else 1,
-        "strategy": SingleDeviceStrategy(device),
-        "max_epochs": _MANY_EPOCHS,
-        "max_steps": _MANY_STEPS,
-        "limit_val_batches": limit_val_batches,
-        "num_sanity_val_steps": 0,
-        "default_root_dir": folder,
-        "enable_checkpointing": saves,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "logger": _Nowhere(folder),
-    }
-    watching += [*([_KeepsNothing(folder)] if saves else []), *callbacks]
+    own += [_LeaveOut(), *([_KeepsNothing(folder)] if saves else []), *callbacks]
+    kwargs.update(
+        accelerator=accelerator,
+        devices=[device.index] if ":" in str(device) and device.type != "cpu" else 1,
+        strategy=SingleDeviceStrategy(device),
+        max_epochs=_MANY_EPOCHS,
+        max_steps=_MANY_STEPS,
+        limit_val_batches=limit_val_batches,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        enable_checkpointing=saves,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=_Nowhere(folder),
+    )
     try:
-        return Trainer(**{**kwargs, **settings}, callbacks=watching, plugins=[plugin] if plugin else None)
+        return Trainer(**kwargs, callbacks=own, plugins=[plugin] if plugin else None)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -312,7 +268,3 @@ class _Nowhere(DummyLogger):
     @override
     def experiment(self) -> Any:
         return NOTHING
-
-
-PRIVATE_CALLBACKS = (_LeaveOut.__name__, _KeepsNothing.__name__)
-"""Names of the callbacks that a private trainer adds."""

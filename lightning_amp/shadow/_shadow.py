@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from typing_extensions import final
 from lightning_amp.shadow._exchange import Exchange
 from lightning_amp.shadow._module_copy import copy_module
 from lightning_amp.shadow._own_results import own_results
+from lightning_amp.shadow._ranks import together
 from lightning_amp.shadow._surroundings import is_sharded
 from lightning_amp.shadow._views import NOTHING, SilentProgressBar, View, replaying, silent_logger
 
@@ -40,7 +40,7 @@ class Shadow:
         parameters: Parameters outside of the module that its step may reach.
 
     A sharded module is its own shadow: inside of :meth:`active` it has copies of all attributes but its parameters,
-    which no code can change. All ranks must enter that context together.
+    which get their values back at the end. All ranks must enter that context together.
 
     Cost: building it copies parameters, buffers, metric states and other attributes: some 0.1 ms of host time per
     submodule. Building it does not wait for the device.
@@ -73,18 +73,18 @@ class Shadow:
         memo: dict[int, Any] = {id(trainer): view, id(trainer.strategy): strategy}
         memo.update({id(logger): silent for logger, silent in zip(trainer.loggers, loggers, strict=True)})
         self.view: Any = view
+        self._trainer = trainer
         self.exchange: Exchange | None = None
         self._redirect: Callable[..., Any] | None = None
         if is_sharded(trainer):
             model = cast(nn.Module, trainer.strategy.model)
-            self.exchange, self.module = (
-                Exchange(module, model, parameters, memo, in_fp32=upcast, limit=_timeout(trainer.strategy)),
-                module,
-            )
+            self.module = module
+            self.exchange = Exchange(trainer, module, model, parameters, memo, in_fp32=upcast)
             vars(view).update(model=model)
             self._redirect = partial(_redirected_step, trainer.strategy) if model is not module else None
         else:
-            self.module = copy_module(module, memo, upcast=upcast)
+            with together(trainer):
+                self.module = copy_module(module, memo, upcast=upcast)
             vars(view).update(model=self.module)
         own_results(view, trainer, memo)
         vars(view).update(lightning_module=self.module)
@@ -96,8 +96,8 @@ class Shadow:
         return nullcontext() if self.exchange is None else self.exchange.active()
 
     def running(self) -> AbstractContextManager[None]:
-        """Return the context for a run of user code, inside of :meth:`active`; see :meth:`Exchange.running`."""
-        return nullcontext() if self.exchange is None else self.exchange.running()
+        """Return the context for a run of user code, inside of :meth:`active`; see :func:`together`."""
+        return together(self._trainer) if self.exchange is None else self.exchange.running()
 
     def call(self, hook: str, *args: Any) -> Any:
         """Run a hook or step of the shadow on its view of the trainer; `self.log` works in it.
@@ -156,12 +156,6 @@ def _call_hook(module: Any, name: str, *args: Any, run: Callable[..., Any] | Non
         return getattr(module, name)(*args) if run is None else run(module, name, *args)
     finally:
         module._current_fx_name = previous
-
-
-def _timeout(strategy: Any) -> timedelta:
-    """Return how long the ranks of a strategy wait for each other. Remove when strategies have a public attribute."""
-    found = getattr(strategy, "_timeout", None)
-    return found if found is not None else timedelta(minutes=30)
 
 
 def _redirected_step(strategy: Any, module: Any, name: str, *args: Any) -> Any:

@@ -6,7 +6,7 @@ It watches a copy of the step, so the real step is not slowed down.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -27,15 +27,6 @@ _ZERO_SHARE, _FAITHFUL_DB = 1e-3, 40.0  # derivatives that fit into fp16 have a 
 
 
 @final
-class Derivative:
-    """The line and the result of one call of `torch.autograd.grad(..., create_graph=True)`."""
-
-    def __init__(self, line: Place | None, gradients: Iterable[Tensor | None]) -> None:
-        self.line = line
-        self.gradients = [None if g is None else g.detach() for g in gradients]
-
-
-@final
 class StepWatch(TorchFunctionMode):
     """Context in which a copy of a training step runs. It also unscales instead of the plugin.
 
@@ -46,7 +37,8 @@ class StepWatch(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, scale: float = 1.0) -> None:
         super().__init__()
-        self.derivatives: list[Derivative] = []  # calls that create a graph, without calls of `scaled_grad`
+        # lines and results of `torch.autograd.grad(..., create_graph=True)`, without calls of `scaled_grad`
+        self.derivatives: list[tuple[Place, list[Tensor | None]]] = []
         self.clippings: dict[Place, str] = {}  # functions that clipped scaled gradients, by the line that called them
         self._parameters = list(module.parameters())
         self._factor = scale
@@ -85,34 +77,26 @@ class StepWatch(TorchFunctionMode):
         caller = None if frame is None else frame.f_back
         if func is Tensor.backward and self._true:
             self._scale_again()
-        elif func is torch.autograd.grad and kwargs.get("create_graph"):
-            return self._grad(caller, func, args, kwargs)
-        elif caller is not None and caller.f_code.co_filename == _CLIPPING:
+        elif caller is not None and caller.f_code.co_filename == _CLIPPING and self._factor != 1:
             self._clip(caller, args)
-        return func(*args, **kwargs)
-
-    def _grad(
-        self, frame: FrameType | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        line = _calling_line(frame)
-        if line is None:
-            return func(*args, **kwargs)
-        gradients = func(*args, **kwargs)
-        if not _modules.is_transformed_or_traced():  # results inside a `torch.func` transform cannot be kept
-            self.derivatives.append(Derivative(line, gradients))
-        return gradients
+        result = func(*args, **kwargs)
+        is_derivative = func is torch.autograd.grad and bool(kwargs.get("create_graph"))
+        line = _calling_line(caller) if is_derivative else None
+        if line is not None and not _modules.is_transformed_or_traced():  # `torch.func` lets no result be kept
+            self.derivatives.append((line, [None if g is None else g.detach() for g in result]))
+        return result
 
     def _clip(self, frame: FrameType | None, args: tuple[Any, ...]) -> None:
-        scaled = {id(p.grad): p.grad for p in self._parameters if p.grad is not None and not self.is_true(p.grad)}
-        clipped = [g for g in (args[0] if args and isinstance(args[0], (list, tuple)) else args) if id(g) in scaled]
+        scaled = {id(p.grad) for p in self._parameters if p.grad is not None and not self.is_true(p.grad)}
+        given = args[0] if args and isinstance(args[0], (list, tuple)) else args
         line = _calling_line(frame)
-        if not clipped or line is None or self._factor == 1:
+        if line is None or not any(id(gradient) in scaled for gradient in given):
             return
-        names: list[str] = []
+        name = _FUNCTIONS[0]
         while frame is not None and not is_users(frame.f_code.co_filename):
-            names.append(frame.f_code.co_name)
+            name = frame.f_code.co_name if frame.f_code.co_name in _FUNCTIONS else name
             frame = frame.f_back
-        self.clippings.setdefault(line, next((name for name in reversed(names) if name in _FUNCTIONS), _FUNCTIONS[0]))
+        self.clippings.setdefault(line, name)
 
 
 def _address(gradient: Tensor) -> int:
@@ -124,10 +108,10 @@ def _address(gradient: Tensor) -> int:
 def inaccurate_derivatives(fp32_run: StepWatch, amp_run: StepWatch) -> list[InaccurateDerivative]:
     """Compare the derivatives of two runs of a step, and return the inaccurate ones. This waits for the device."""
     found: dict[str, InaccurateDerivative] = {}
-    for exact, half in zip(fp32_run.derivatives, amp_run.derivatives, strict=False):
+    for (_, exact), (line, half) in zip(fp32_run.derivatives, amp_run.derivatives, strict=False):
         pairs = [
             (a, b)
-            for a, b in zip(exact.gradients, half.gradients, strict=False)
+            for a, b in zip(exact, half, strict=False)
             if a is not None and b is not None and a.shape == b.shape and a.layout is torch.strided
         ]
         if not pairs or not all(bool(torch.isfinite(a).all()) for a, _ in pairs):
@@ -135,7 +119,7 @@ def inaccurate_derivatives(fp32_run: StepWatch, amp_run: StepWatch) -> list[Inac
         zero = sum(int(((b == 0) & (a != 0)).sum()) for a, b in pairs)
         sums = torch.stack([fidelity_sums(a, b) for a, b in pairs]).sum(0)
         share = zero / max(sum(int(a.count_nonzero()) for a, _ in pairs), 1)
-        derivative = InaccurateDerivative(str(half.line), share, float(fidelity(sums)[0]))
+        derivative = InaccurateDerivative(str(line), share, float(fidelity(sums)[0]))
         if share > _ZERO_SHARE or not derivative.sqnr_db > _FAITHFUL_DB:
             found.setdefault(derivative.line, derivative)
     return list(found.values())

@@ -6,8 +6,9 @@ import logging
 import os
 import warnings
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch import Trainer
@@ -29,8 +30,9 @@ def unnoticed(device: torch.device) -> Generator[None]:
     with ExitStack() as restored:
         for switch in fp32_switches():
             restored.callback(_restore_switch, switch, switch.fp32_precision)
-        restored.callback(_restore_matmul_precision, _matmul_precision())
-        restored.callback(_restore_environment, dict(os.environ))
+        with suppress(RuntimeError):  # of torch, if a newer switch was used
+            restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        restored.enter_context(mock.patch.dict(os.environ))
         restored.callback(torch.autograd.set_detect_anomaly, torch.is_anomaly_enabled())
         restored.callback(torch.set_num_threads, torch.get_num_threads())
         restored.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -53,28 +55,6 @@ def unnoticed(device: torch.device) -> Generator[None]:
 def _restore_switch(switch: Any, precision: str) -> None:
     if switch.fp32_precision != precision:  # writing a value would end the inheritance of a switch
         switch.fp32_precision = precision
-
-
-def _restore_matmul_precision(precision: str | None) -> None:
-    if precision is not None and _matmul_precision() != precision:
-        torch.set_float32_matmul_precision(precision)
-
-
-def _restore_environment(environment: dict[str, str]) -> None:
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update(environment)
-
-
-def _matmul_precision() -> str | None:
-    """Return the value of `set_float32_matmul_precision`.
-
-    `None` if a newer switch was used, because torch then raises an error.
-    """
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
 
 
 def is_sharded(trainer: Trainer) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -73,26 +72,22 @@ class TrainingPass:
             upcast=upcast,
             parameters=optimized,
         )
-        self._active = ExitStack()
-        self._active.enter_context(self._shadow.active())
         self.module = self._shadow.module
-        own = {id(parameter) for parameter in self.module.parameters()}
-        reachable = {id(p): p for p in (*module.parameters(), *optimized) if id(p) not in own}
-        self._real = list(reachable.values())
-        # Parameters correspond by position, because a parameter that two modules share is also shared in the copy.
-        twins = {id(real): own for real, own in zip(module.parameters(), self.module.parameters(), strict=True)}
-        for stand_in in (*stand_ins["_lightning_optimizers"], *stand_ins["optimizers"]):
-            groups = [
-                {**group, "params": [twins[id(p)] for p in group["params"] if id(p) in twins]}
-                for group in stand_in.param_groups
-            ]
-            vars(stand_in).update(param_groups=groups)
-
-        # A watched operation leaves some small objects behind. Because of these, the garbage collector would walk all
-        # objects of the process again and again; it leaves out frozen objects.
-        self._froze = gc.get_freeze_count() == 0
-        if self._froze:
-            gc.freeze()
+        with ExitStack() as undo:
+            undo.callback(self._shadow.close)
+            undo.enter_context(self._shadow.active())
+            own = {id(parameter) for parameter in self.module.parameters()}
+            reachable = {id(p): p for p in (*module.parameters(), *optimized) if id(p) not in own}
+            self._real = list(reachable.values())
+            # Parameters correspond by position, because a parameter that two modules share is also shared in the copy.
+            twins = {id(real): own for real, own in zip(module.parameters(), self.module.parameters(), strict=True)}
+            for stand_in in (*stand_ins["_lightning_optimizers"], *stand_ins["optimizers"]):
+                groups = [
+                    {**group, "params": [twins[id(p)] for p in group["params"] if id(p) in twins]}
+                    for group in stand_in.param_groups
+                ]
+                vars(stand_in).update(param_groups=groups)
+            self._undo = undo.pop_all()
 
     @property
     def gathers_in_half(self) -> bool:
@@ -196,11 +191,7 @@ class TrainingPass:
     def close(self) -> None:
         """Free the shadow."""
         self.forget_gradients()
-        self._active.close()
-        self._shadow.close()
-        if self._froze:
-            gc.unfreeze()
-            self._froze = False
+        self._undo.close()
 
     # --- stand-ins for optimizers and strategy ---
 
@@ -237,8 +228,6 @@ class TrainingPass:
             scale=self._scaled,
             get_scale=lambda: float(self._factor),
             unscale_=self._unscale,
-            step=lambda stand_in, *args, **kwargs: stand_in.step(*args, **kwargs),
-            update=_do_nothing,
         )
 
     def _stand_in(self, optimizer: Any) -> Any:

@@ -120,17 +120,15 @@ def test_taking_the_entry_out_starts_afresh(saved: Path, tmp_path: Path) -> None
 
 
 IN_CALLBACKS = [
-    ("ScaleMonitor", "scale", [1.0], r"ScaleHistory\.scale` must be a tensor"),
-    ("ScaleMonitor", "scale", torch.zeros(1, dtype=torch.float64), "as long as the other columns"),
-    ("ScaleMonitor", "reason", torch.tensor([0, 9, 0], dtype=torch.int8), r"ScaleHistory\.(reason|index)` must be"),
-    ("ScaleMonitor", "last", [1], r"ScaleHistory\.last` must be the fields of a step"),
-    ("ScaleMonitor", "recent", None, r"no entry `ScaleMonitor\.recent`"),
-    ("ScaleMonitor", "warned", [True], r"ScaleMonitor\.warned` must be two truth values"),
+    ("ScaleMonitor", "records", None, r"no entry `ScaleHistory\.records`"),
+    ("ScaleMonitor", "records", 3, r"ScaleHistory\.records` must be a list"),
+    ("ScaleMonitor", "records", [[1]], r"ScaleHistory\.records` must be the fields of a step"),
+    ("ScaleMonitor", "warned", None, r"no entry `ScaleMonitor\.warned`"),
     ("OverflowLocator", "num_overflows", "1", r"OverflowLocator\.num_overflows` must be a whole number"),
     ("OverflowLocator", "causes", [{"rank": 0}], r"OverflowLocator\.causes` must be a list of reports"),
     ("OverflowLocator", "causes", [3], r"OverflowLocator\.causes` must be a list of reports"),
     ("GradientMonitor", "largest", NAN, r"GradientMonitor\.largest` must be a finite number"),
-    ("GradientMonitor", "rows", [[1, 2]], r"GradientMonitor\.rows` must be a list of rows of 14 values"),
+    ("GradientMonitor", "rows", [[1, 2]], r"GradientMonitor\.rows` must be a list of rows of 12 values"),
     ("MetricComparison", "rows", [[1]], r"MetricComparison\.rows` must be a list of rows of 7 values"),
     ("MetricComparison", "num_validations", None, r"no entry `MetricComparison\.num_validations`"),
 ]

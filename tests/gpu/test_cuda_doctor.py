@@ -10,7 +10,7 @@ from zoo.slow import HEALTHY, Language, Project, Waiting, depthwise, mlp, rows, 
 
 from lightning_amp import doctor
 from lightning_amp.advice._machine import examine
-from lightning_amp.measure import BACKWARD, FORWARD, PartTimer
+from lightning_amp.advice._part_timer import BACKWARD, FORWARD, PartTimer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

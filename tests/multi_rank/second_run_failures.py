@@ -1,4 +1,4 @@
-"""Ranks that fail in the second run of a step of a sharded module. `test_second_run_failures.py` runs this script."""
+"""Ranks that fail in the second run of a step. `test_second_run_failures.py` runs this script."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
-from multi_rank.ranks import Scenarios, data, folder, initialise, main, scaled
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from multi_rank.ranks import FEATURES, Scenarios, Troubled, data, folder, initialise, main, scaled
 from multi_rank.sharded_scenarios import Regression
 from support import quiet_trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
 from lightning_amp.shadow import RankMissingError
@@ -34,21 +34,41 @@ class Raises(torch.autograd.Function):
         raise ValueError("the backward has a problem")
 
 
-class Fails(Regression):
-    """Fails in the second run of a step, and only there, on one rank or on both."""
+class Gathers(Troubled):
+    """Exchanges values with the other ranks in each step, and between the two layers of its body."""
 
-    def __init__(self, how: str, ranks: tuple[int, ...]) -> None:
-        super().__init__("fsdp", {(1, 2): "nan"})
-        self.how, self.ranks = how, ranks
+    def __init__(self) -> None:
+        super().__init__({(1, 2): "nan"})
+        self.body, self.head = nn.LSTM(FEATURES, 8), nn.Linear(8, 1)
 
     def loss(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)[0]
+        everybodys = self.all_gather(hidden, sync_grads=True).flatten(0, 1)
+        return nn.functional.mse_loss(self.head(everybodys).float(), self.all_gather(x.sum(1, True)).flatten(0, 1))
+
+
+class Fails:
+    """Fails in the second run of a step, and only there, on one rank or on both."""
+
+    def fail(self: Any, how: str, ranks: tuple[int, ...]) -> Any:
+        self.how, self.ranks = how, ranks
+        return self
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        x, number = batch
+        return self.spoilt(self.loss(x), int(number[0]))
+
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch[0]))
+
+    def loss(self: Any, x: Tensor) -> Tensor:
         is_second = type.__call__(type, self.trainer).__name__ == "View"
         fails = is_second and self.global_rank in self.ranks
         if fails and self.how == "error":
             raise ValueError("the step has a problem")
         if fails and self.how == "memory":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        loss = super().loss(x)
+        loss = super().loss(x)  # type: ignore[misc]
         if fails and self.how == "late error":
             raise ValueError("the step has a problem")
         if fails and self.how == "gone":
@@ -56,8 +76,18 @@ class Fails(Regression):
         return Raises.apply(loss) if fails and self.how == "backward" and loss.requires_grad else loss
 
 
-def fit(how: str, ranks: tuple[int, ...], timeout: float = 60) -> dict[str, Any]:
-    module = Fails(how, ranks)
+class FailsSharded(Fails, Regression):
+    pass
+
+
+class FailsInDdp(Fails, Gathers):
+    pass
+
+
+def fit(how: str, ranks: tuple[int, ...], timeout: float = 60, *, ddp: bool = False) -> dict[str, Any]:
+    limit = timedelta(seconds=timeout)
+    torch.manual_seed(0)
+    module = (FailsInDdp() if ddp else FailsSharded("fsdp", {(1, 2): "nan"})).fail(how, ranks)
     initialise(module)
     loader = data(WORLD_SIZE, (), int(os.environ["LOCAL_RANK"]))
     locator = OverflowLocator()
@@ -66,7 +96,7 @@ def fit(how: str, ranks: tuple[int, ...], timeout: float = 60) -> dict[str, Any]
     trainer: L.Trainer = quiet_trainer(
         plugins=[plugin],
         callbacks=callbacks,
-        strategy=ModelParallelStrategy(WORLD_SIZE, 1, timeout=timedelta(seconds=timeout)),
+        strategy=DDPStrategy(timeout=limit) if ddp else ModelParallelStrategy(WORLD_SIZE, 1, timeout=limit),
         devices=WORLD_SIZE,
         use_distributed_sampler=False,
         max_epochs=2,
@@ -83,7 +113,8 @@ def fit(how: str, ranks: tuple[int, ...], timeout: float = 60) -> dict[str, Any]
 
 
 def shards(module: L.LightningModule) -> list[Any]:
-    module.model.reshard()  # the root stays gathered after a validation
+    if isinstance(module, FailsSharded):
+        module.model.reshard()  # the root stays gathered after a validation
     return [p.detach() for p in module.parameters()]
 
 
@@ -98,12 +129,15 @@ def gone() -> None:
     os._exit(0)
 
 
+HOW = ("error", "late error", "memory", "backward")
 SCENARIOS: Scenarios = {
     "nothing fails": partial(fit, "", ()),
+    "ddp, nothing fails": partial(fit, "", (), ddp=True),
     "callbacks": partial(fit, "no", ()),
     **{
-        f"{how}, ranks {ranks}": partial(fit, how, ranks)
-        for how in ("error", "late error", "memory", "backward")
+        f"{'ddp, ' * ddp}{how}, ranks {ranks}": partial(fit, how, ranks, timeout=60 - 40 * ddp, ddp=ddp)
+        for ddp in (False, True)
+        for how in HOW
         for ranks in ((1,), (0,), (0, 1))
     },
 }

@@ -10,16 +10,26 @@ from multi_rank.ranks import assert_agree
 from support.launch import launch, launch_once, shared_folder
 
 SCRIPT = Path(__file__).parent / "second_run_failures.py"
-FEW = ["nothing fails", "late error, ranks (1,)", "backward, ranks (0,)"]
+HEALTHY = ["nothing fails", "ddp, nothing fails"]
+FEW = [
+    "error, ranks (0,)",
+    "late error, ranks (1,)",
+    "backward, ranks (0,)",
+    "ddp, memory, ranks (1,)",
+    "ddp, backward, ranks (0,)",
+]
 ALL = [
-    f"{how}, ranks {ranks}" for how in ("error", "late error", "memory", "backward") for ranks in ((1,), (0,), (0, 1))
+    f"{ddp}{how}, ranks {ranks}"
+    for ddp in ("", "ddp, ")
+    for how in ("error", "late error", "memory", "backward")
+    for ranks in ((1,), (0,), (0, 1))
 ]
 Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return launch_once(SCRIPT, 2, shared_folder(tmp_path_factory, "second-failures"), *FEW)
+    return launch_once(SCRIPT, 2, shared_folder(tmp_path_factory, "second-failures"), *HEALTHY, *FEW)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +39,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 def check(ranks: Ranks, name: str) -> None:
     for rank in ranks:
-        assert_agree(rank[name], rank["nothing fails"], "parameters", "counts")
+        assert_agree(rank[name], rank["ddp, " * name.startswith("ddp") + "nothing fails"], "parameters", "counts")
     failed = [i for i in (0, 1) if str(i) in name.partition("ranks")[2]]
     said = [[text for text in rank[name]["warnings"] if "training goes on" in text] for rank in ranks]
     assert [i for i in (0, 1) if said[i]] == failed
@@ -39,7 +49,7 @@ def check(ranks: Ranks, name: str) -> None:
     assert ranks[0][name]["notes"] == ranks[1][name]["notes"]
 
 
-@pytest.mark.parametrize("name", FEW[1:])
+@pytest.mark.parametrize("name", FEW)
 def test_a_rank_that_fails_lets_training_go_on(name: str, few: Ranks) -> None:
     check(few, name)
 

@@ -210,7 +210,7 @@ def test_a_step_in_a_hook_is_in_the_checkpoint(tmp_path: Path) -> None:
     train(plugin_for("fp16"), -1, gradient=[15], module=StepsInAHook(), callbacks=callbacks)
     checkpoint = torch.load(path, weights_only=True)
     assert checkpoint["AmpPrecision"]["last_step"][0] == 15
-    assert checkpoint["callbacks"]["ScaleMonitor"]["last"] == checkpoint["AmpPrecision"]["last_step"]
+    assert checkpoint["callbacks"]["ScaleMonitor"]["records"][-1] == checkpoint["AmpPrecision"]["last_step"]
     assert checkpoint["callbacks"]["OverflowLocator"]["num_overflows"] == checkpoint["AmpPrecision"]["num_skipped"] == 1
 
 
@@ -240,15 +240,16 @@ def test_stock_scalers_history_continues(tmp_path: Path) -> None:
     assert whole.history.num_skipped == 3
 
 
-def test_the_skip_rate_is_that_of_both_parts(tmp_path: Path) -> None:
-    """Of 100 steps, 60 come before the cut and 40 after it. Each warning is given once."""
-    kwargs: dict[str, Any] = {"nan": range(0, 200, 2), "checkpoints": tmp_path, "every_n_steps": 60}
-    train(plugin_for("fp32"), 60, callbacks=[ScaleMonitor(1)], **kwargs)
-    with pytest.warns(UserWarning, match="50 of the latest 100 optimizer steps"):
-        train(plugin_for("fp32"), 120, callbacks=[ScaleMonitor(1)], ckpt_path=tmp_path / "step=60.ckpt", **kwargs)
+def test_the_scale_of_both_parts_is_warned_of_once(tmp_path: Path) -> None:
+    kwargs: dict[str, Any] = {"gradient": [1], "checkpoints": tmp_path, "every_n_steps": 10}
+    make = functools.partial(plugin_for, "fp16", hysteresis=1, growth_interval=50)
+    with pytest.warns(UserWarning, match="fell to 128, below 200"):
+        train(make(), 10, callbacks=[ScaleMonitor(1, warn_below=200.0)], **kwargs)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "50 of the latest 100")
-        train(plugin_for("fp32"), 130, callbacks=[ScaleMonitor(1)], ckpt_path=tmp_path / "step=120.ckpt", **kwargs)
+        warnings.filterwarnings("error", ".*below 200")
+        monitor = ScaleMonitor(1, warn_below=200.0)
+        train(make(), 20, callbacks=[monitor], ckpt_path=tmp_path / "step=10.ckpt", **kwargs)
+    assert (monitor.history.num_attempted, monitor.history.num_skipped) == (20, 1)
 
 
 @pytest.mark.usefixtures("weights_only")

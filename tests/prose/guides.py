@@ -45,6 +45,6 @@ def test_every_key(key: str) -> None:
 def test_there_is_something_to_look_for() -> None:
     assert {"amp/loss_scale", "amp/diff", "amp/overflows"} <= set(KEYS)
     assert ("AmpPrecision", "fp32_modules") in ARGUMENTS
-    assert not is_named("warn_skip", "`warn_skip_rate=0.1`")
-    assert is_named("warn_skip_rate", "`warn_skip_rate=0.1`")
+    assert not is_named("warn_bel", "`warn_below=0.1`")
+    assert is_named("warn_below", "`warn_below=0.1`")
     assert is_named("amp/diff", "`amp/diff/<metric>`")

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_amp._user_line import Place
 from lightning_amp.advice._machine import Format, Machine, Product, compare
+from lightning_amp.advice._part_timer import BACKWARD, FORWARD, REST
 from lightning_amp.advice._step import (
     Loading,
     Memory,
@@ -19,7 +20,7 @@ from lightning_amp.advice._step import (
 )
 from lightning_amp.advice.findings import ALL
 from lightning_amp.advice.findings._finding import Finding, decide
-from lightning_amp.measure import BACKWARD, FORWARD, REST, SpeedComparison
+from lightning_amp.measure import SpeedComparison
 
 MIB = 2**20
 FORWARD_FLOPS = 3 * 10**8

@@ -7,6 +7,7 @@ from statistics import median
 
 from lightning_amp._text import percent, rounded
 from lightning_amp.advice._machine import Machine
+from lightning_amp.advice._part_timer import FORWARD
 from lightning_amp.advice._step import (
     IN_FP32,
     Step,
@@ -21,7 +22,7 @@ from lightning_amp.advice.findings._finding import (
     use_instead,
 )
 from lightning_amp.advice.findings._products import autocast_off, fp32_modules_dominate, many_casts
-from lightning_amp.measure import FORWARD, times_as_fast
+from lightning_amp.measure import times_as_fast
 
 _SMALL = 1.35
 """If faster products can make a step this much faster at best, the module is too small."""

@@ -7,6 +7,7 @@ from statistics import median
 
 from lightning_amp._text import counted, memory, percent
 from lightning_amp.advice._machine import Machine, Sizes
+from lightning_amp.advice._part_timer import FORWARD
 from lightning_amp.advice._step import AS_IT_IS, Operation, Step, Unaligned
 from lightning_amp.advice.findings._finding import (
     FP32,
@@ -15,7 +16,6 @@ from lightning_amp.advice.findings._finding import (
     graded,
     is_worth_it,
 )
-from lightning_amp.measure import FORWARD
 
 _WHY = {
     "off": (

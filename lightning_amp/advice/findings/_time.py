@@ -7,6 +7,7 @@ import os
 
 from lightning_amp._text import counted, percent
 from lightning_amp.advice._machine import Machine
+from lightning_amp.advice._part_timer import DATA, OPTIMIZER
 from lightning_amp.advice._step import (
     CHANNELS_LAST,
     FUSED,
@@ -22,7 +23,7 @@ from lightning_amp.advice.findings._finding import (
     graded,
     is_worth_it,
 )
-from lightning_amp.measure import DATA, OPTIMIZER, times_as_fast
+from lightning_amp.measure import times_as_fast
 
 
 def data_bound(step: Step, machine: Machine, decision: Decision) -> Finding | None:

@@ -19,7 +19,6 @@ from lightning_amp.casting import Fp32Modules, runnable
 from lightning_amp.causes._bad_shards import bad_shards
 from lightning_amp.findings import StepRecord
 from lightning_amp.numerics import (
-    FORMATS,
     HALF_DTYPES,
     fitting_scale,
     largest_finite,
@@ -356,7 +355,7 @@ class _Search:
         if run.is_bad or run.loss is None or reference.loss is None:
             return not run.is_bad
         name = how.get("precision") or self._blank.record.precision
-        eps = torch.finfo(FORMATS.get(name, FORMATS["bf16"]).dtype).eps
+        eps = torch.finfo({"fp16": torch.float16, "fp32": torch.float32}.get(name, torch.bfloat16)).eps
         made_by = next((loss.maker for loss in reference.trace.losses if loss.maker is not None), None)
         magnitude = (made_by.largest_input if made_by is not None else None) or 0.0
         return abs(run.loss - reference.loss) <= eps * (32 * abs(reference.loss) + 2 * magnitude)

@@ -34,6 +34,7 @@ from support.doctor_facts import (
 from lightning_amp._user_line import Place
 from lightning_amp.advice import DoctorReport
 from lightning_amp.advice._machine import Format, Machine, Product
+from lightning_amp.advice._part_timer import BACKWARD
 from lightning_amp.advice._step import (
     Loading,
     Loss,
@@ -49,7 +50,7 @@ from lightning_amp.advice._step import (
 from lightning_amp.advice.findings._finding import decide
 from lightning_amp.advice.findings._not_faster import emulated_precision
 from lightning_amp.advice.findings._products import unaligned_products
-from lightning_amp.measure import BACKWARD, SpeedComparison
+from lightning_amp.measure import SpeedComparison
 
 PARTS = step().parts
 GPU = machine(device_type="cuda")
@@ -299,6 +300,17 @@ def test_sizes_that_are_not_multiples() -> None:
     assert little.severity == "note"
     assert "a step saves 2.5 %" in little.message
     assert not said(step(unaligned=head(2.0, share=0.01)))
+
+
+def test_padding_for_fp8_is_not_claimed_to_gain() -> None:
+    """The fault: such products run in bf16, and padded ones were timed in bf16 as well."""
+    facts = step(precision="fp8", unaligned=head(2.0, format="bf16", padded_speed=None))
+    found = next(found for found in said(facts) if found.code == "sizes-not-aligned")
+    assert (found.severity, found.code) == ("note", "sizes-not-aligned")
+    assert "multiples of 16" in found.message
+    assert "fp8 needs such multiples" in found.message
+    assert "measured" not in found.message
+    assert found.action.endswith("Not tried.")
 
 
 # -- no faster than fp32 -----------------------------------------------------------------------------------------------

@@ -17,11 +17,12 @@ from zoo import slow
 from zoo.slow import HEALTHY, SLOW
 
 from lightning_amp import doctor
-from lightning_amp.advice import _doctor, _race, _watch
+from lightning_amp.advice import _doctor, _part_timer, _race, _watch
+from lightning_amp.advice._part_timer import BACKWARD, FORWARD, OPTIMIZER
 from lightning_amp.advice._step import AS_IT_IS, IN_FP32
 from lightning_amp.advice.findings import _not_faster
 from lightning_amp.advice.findings._products import fp32_products
-from lightning_amp.measure import BACKWARD, FORWARD, OPTIMIZER, _device_clock, _part_timer
+from lightning_amp.measure import _device_clock
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_amp.advice._part_timer import BACKWARD, FORWARD, OPTIMIZER
 from lightning_amp.advice._recorder import Recorder
 from lightning_amp.advice._step import Loss, Memory, Operation, Recording
 from lightning_amp.casting import Fp32Modules
-from lightning_amp.measure import BACKWARD, FORWARD, OPTIMIZER
 
 CPU = torch.device("cpu")
 

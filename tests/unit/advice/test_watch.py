@@ -13,9 +13,9 @@ from support import Toy, batches
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 from lightning_amp.advice import _watch
+from lightning_amp.advice._part_timer import BACKWARD, DATA, FORWARD, OPTIMIZER, REST
 from lightning_amp.advice._step import Loading, OptimizerFacts, Step
 from lightning_amp.advice._watch import Watch
-from lightning_amp.measure import BACKWARD, DATA, FORWARD, OPTIMIZER, REST
 from lightning_amp.shadow import private_trainer, run_private_fit, unnoticed
 
 CPU = torch.device("cpu")

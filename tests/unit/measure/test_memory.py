@@ -10,15 +10,13 @@ import torch
 from torch import nn
 
 from lightning_amp.measure import PeakMemory, is_settled, num_bytes
-from lightning_amp.measure._memory import DevicePeak, TensorPeak
 
-MIB = 2**20
+MIB, CPU = 2**20, torch.device("cpu")
 
 
 def test_weights_and_all_allocations_count() -> None:
     module = nn.Linear(1024, 1024, bias=False)  # 4 MiB
-    watch = PeakMemory.on(torch.device("cpu"), module)
-    assert isinstance(watch, TensorPeak)
+    watch = PeakMemory(torch.device("cpu"), module)
     watch.resume()
     two = torch.ones(2, MIB)  # 8 MiB, dropped before the next 4
     del two
@@ -34,14 +32,14 @@ def test_shared_weights_count_once() -> None:
     module = nn.ModuleDict({"a": nn.Linear(512, 512, bias=False)})
     module["b"] = nn.Linear(512, 512, bias=False)
     module["b"].weight = module["a"].weight
-    watch = TensorPeak(module)
+    watch = PeakMemory(CPU, module)
     watch.resume()
     assert watch.close() == pytest.approx(MIB, rel=0.01)
 
 
 def test_garbage_from_before_is_collected_before_watching() -> None:
     """If garbage that the profiler saw allocated earlier were freed now, it would be subtracted from this peak."""
-    earlier, watch = TensorPeak(nn.Linear(2, 2)), TensorPeak(nn.Linear(2, 2))
+    earlier, watch = PeakMemory(CPU, nn.Linear(2, 2)), PeakMemory(CPU, nn.Linear(2, 2))
     gc.disable()  # otherwise the collector may run on its own before
     try:
         earlier.resume()
@@ -59,7 +57,7 @@ def test_garbage_from_before_is_collected_before_watching() -> None:
 
 
 def test_nothing_is_measured_while_another_profiler_runs() -> None:
-    watch = TensorPeak(nn.Linear(2, 2))
+    watch = PeakMemory(CPU, nn.Linear(2, 2))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as other:
         watch.resume()
         torch.ones(3)
@@ -68,20 +66,20 @@ def test_nothing_is_measured_while_another_profiler_runs() -> None:
 
 
 def test_nothing_is_measured_if_another_profiler_takes_over() -> None:
-    watch = TensorPeak(nn.Linear(2, 2))
+    watch = PeakMemory(CPU, nn.Linear(2, 2))
     watch.resume()
     watch._profile.__exit__(None, None, None)  # as a second profiler does when it ends
     assert watch.close() is None
 
 
 def test_parameters_that_do_not_exist_yet() -> None:
-    watch = TensorPeak(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2, device="meta")))
+    watch = PeakMemory(CPU, nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2, device="meta")))
     watch.resume()
     assert watch.close() is not None
 
 
 def test_a_watch_that_never_began() -> None:
-    assert TensorPeak(nn.Linear(2, 2)).close() is None
+    assert PeakMemory(CPU, nn.Linear(2, 2)).close() is None
 
 
 class Backend:
@@ -100,8 +98,7 @@ class Backend:
 
 def test_a_device_counts_itself_and_validation_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: Backend)
-    watch = PeakMemory.on(torch.device("cuda"), nn.Linear(2, 2))
-    assert isinstance(watch, DevicePeak)
+    watch = PeakMemory(torch.device("cuda"), nn.Linear(2, 2))
     assert watch.memory_of == "device"
     watch.resume()
     Backend.peak = 100
@@ -114,7 +111,7 @@ def test_a_device_counts_itself_and_validation_does_not_count(monkeypatch: pytes
 
 def test_a_device_that_does_not_count_is_not_measured() -> None:
     """Tensors of the CPU would leave out the memory of the device."""
-    watch = PeakMemory.on(torch.device("mps"), nn.Linear(2, 2))
+    watch = PeakMemory(torch.device("mps"), nn.Linear(2, 2))
     watch.resume()
     watch.pause()
     assert watch.close() is None

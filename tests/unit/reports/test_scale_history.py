@@ -39,14 +39,14 @@ HEADER = b"index,optimizer_idx,scale,next_scale,skipped,reason,precision\n"
 @pytest.mark.parametrize(
     ("text", "where"),
     [
-        (b"", "its header must be"),
-        (b"a,b\n1,2\n", "its header must be"),
+        (b"", "the header must be"),
+        (b"a,b\n1,2\n", "the header must be"),
         (HEADER + b"0,0,1", "line 2, is not a row"),
         (HEADER + b"0,0,1.0,1.0,0,none,fp16\n1,0,1.0,1.0,1,gradie", "line 3, is not a row"),
         (HEADER + b"0,0,nan,1.0,0,none,fp16\n", "line 2, is not a row"),
         (HEADER + b"0,0,1.0,-1.0,0,none,fp16\n", "line 2, is not a row"),
         (HEADER + b"5,0,1.0,1.0,0,none,fp16\n4,0,1.0,1.0,0,none,fp16\n", "line 3, is not a row"),
-        (HEADER + b"0,0,1.0,1.0,0,none,fp16\n\xff\xfe\x00", "is not text|is not a row"),
+        (HEADER + b"0,0,1.0,1.0,0,none,fp16\n\xff\xfe\x00", "is not a row"),
     ],
 )
 def test_a_broken_csv_is_named(tmp_path: Path, text: bytes, where: str) -> None:
@@ -92,7 +92,7 @@ def test_index_and_repr() -> None:
     assert (history[1].index, history[-1].index, history[-1]) == (3, 1999, history.last)
     assert history[1:3] == records[1:3]
     assert history[::-1] == records[::-1]
-    with pytest.raises(IndexError, match=r"history\[4\].*4 records"):
+    with pytest.raises(IndexError):
         history[4]
     assert repr(history) == f"ScaleHistory(4 records: {history.summary()})"
     one = ScaleHistory()
@@ -115,5 +115,7 @@ def test_precisions_come_back_from_a_file_and_a_checkpoint(tmp_path: Path) -> No
     (tmp_path / "history.csv").write_text((tmp_path / "history.csv").read_text().replace("bf16", "bf17"))
     with pytest.raises(ValueError, match="line 4, is not a row"):
         ScaleHistory.from_csv(tmp_path / "history.csv")
-    with pytest.raises(ValueError, match=r"ScaleHistory.precision` must be a number from 0 to 4"):
-        again.load_state_dict(history.state_dict() | {"precision": torch.full((3,), 5, dtype=torch.int8)})
+    state = history.state_dict()
+    state["records"][0][-1] = "bf17"
+    with pytest.raises(ValueError, match=r"ScaleHistory.records` must be the fields of a step"):
+        again.load_state_dict(state)

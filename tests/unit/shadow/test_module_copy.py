@@ -6,7 +6,7 @@ import functools
 import threading
 import types
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from zoo.copies import Module, Tracker, copied
 
-from lightning_amp.shadow._module_copy import copy_batch, copy_module
-from lightning_amp.shadow._not_copied import NotCopiedError
+from lightning_amp.shadow._module_copy import NotCopiedError, copy_batch, copy_module
 
 
 class Graphs:
@@ -27,11 +26,9 @@ class Graphs:
         self.store = {"x": x, "itself": self}
 
 
-class Point(tuple):
-    _fields = ("x", "y")
-
-    def __new__(cls, x: Any, y: Any) -> Point:
-        return super().__new__(cls, (x, y))
+class Point(NamedTuple):
+    x: Any
+    y: Any
 
 
 def test_what_is_shared_and_what_is_copied() -> None:
@@ -210,3 +207,11 @@ def test_batches_are_copied_deep_but_not_their_storage() -> None:
     assert copy["again"][0] is copy["x"]
     assert isinstance(copy["point"], Point)
     assert copy["x"].untyped_storage().nbytes() == 8
+
+
+def test_a_part_of_a_batch_that_cannot_be_copied_is_refused_when_used() -> None:
+    batch = {"x": torch.ones(2), "rows": [(i for i in range(3)), 1]}
+    copy = copy_batch(batch)
+    assert copy["rows"][1] == 1
+    with pytest.raises(NotCopiedError, match=r"`batch\['rows'\]\[0\]` cannot be copied \(TypeError: cannot pickle"):
+        next(copy["rows"][0])

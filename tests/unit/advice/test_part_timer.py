@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_amp.measure import BACKWARD, CALLBACKS, FORWARD, REST, PartTimer, _part_timer
+from lightning_amp.advice import _part_timer
+from lightning_amp.advice._part_timer import BACKWARD, CALLBACKS, FORWARD, REST, PartTimer
 
 
 @pytest.fixture
