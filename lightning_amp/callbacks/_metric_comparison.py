@@ -360,7 +360,8 @@ class MetricComparison(Callback):
             return
         if searches:
             report = lost_in_evaluation(trainer, module, compared, row)
-        is_certain = report is not None and report.is_cured and report.output_sqnr_db < WRONG_DB
+        is_cured = report is not None and any(one.works for one in report.tried)
+        is_certain = report is not None and is_cured and report.output_sqnr_db < WRONG_DB
         if exceeding or (searches and (is_certain or not math.isfinite(row.amp))):
             self.report, self._num_searches = self.report or report, _MAX_SEARCHES
             text = describe_difference(row, exceeding, report, searches)

@@ -18,7 +18,7 @@ from lightning_amp._containers import tensors_in
 from lightning_amp._text import exact, literal
 from lightning_amp.casting import Fp32Modules
 from lightning_amp.causes._bad_shards import bad_shards
-from lightning_amp.findings import ComparisonRow, GradientSample, LostPrecision, ModuleSums, TriedRemedy
+from lightning_amp.findings import ComparisonRow, GradientSample, LostPrecision, ModuleSums, TriedRemedy, worst_db
 from lightning_amp.numerics import count_nonfinite
 from lightning_amp.shadow import (
     EvaluationPass,
@@ -44,9 +44,9 @@ def furthest_module(modules: Mapping[str, ModuleSums], precision: str) -> LostPr
     that ended is returned, so an inner one.
     """
     found = [
-        LostPrecision(name, one.kind, precision, one.input_db, one.output_db)
+        LostPrecision(name, one.kind, precision, worst_db(one.inputs), worst_db(one.outputs))
         for name, one in modules.items()
-        if name and one.output_db < one.input_db - _ONE_BIT_DB
+        if name and worst_db(one.outputs) < worst_db(one.inputs) - _ONE_BIT_DB
     ]
     least = min((one.output_sqnr_db for one in found), default=0.0)
     return next((one for one in found if one.output_sqnr_db <= least + _ONE_BIT_DB), None)
@@ -106,6 +106,7 @@ def _evaluate(
         # the fast path of torch's transformer layers does not call their inner modules
         closing.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
         mha.set_fastpath_enabled(False)
+        closing.enter_context(paired_random(device_type))  # hooks and copies may draw random numbers, too
         for one in passes:
             closing.callback(one.close)
         if rules:
@@ -170,12 +171,13 @@ def lost_in_training(
             return None
         return TriedRemedy(_scale_setting(trainer, row.scale, fitting_scale), *_cured(sampler.take(fitting_scale)))
     outputs = OutputComparison(inputs=True)
-    sampler.take(total.scale, outputs=outputs)
+    scale = min(total.scale, fitting_scale or total.scale)  # one that has not settled would overflow in the backward
+    sampler.take(scale, outputs=outputs)
     found = furthest_module(outputs.sums_of_all_ranks(trainer), total.precision)
     if found is None:
         return None
     setting = f"`fp32_modules=[{found.module!r}]`"
-    return found._replace(tried=(TriedRemedy(setting, *_cured(sampler.take(total.scale, rules=[found.module]))),))
+    return found._replace(tried=(TriedRemedy(setting, *_cured(sampler.take(scale, rules=[found.module]))),))
 
 
 def _cured(sample: GradientSample | None) -> tuple[float, bool]:

@@ -163,8 +163,10 @@ def _one_line(text: str, arguments: Sequence[str], names: Sequence[str]) -> str:
         return f"{what}{near}; there are {', '.join(COMMANDS)} (`{NAME} --help` says what they do)"
     lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
     text = short_class_names("; ".join(line for line in lines if not _NOISE.match(line)).replace(":; ", ": "))
-    text = re.sub(r"^Parser key \"(\w+)\":", lambda found: f"--{found[1].replace('_', '-')}:", text)
-    text = re.sub(r"^Parser key \"([\w.]+)\":", r"--\1:", text).replace("Expected a int", "Expected an int")
+    key = re.match(r"Parser key \"([\w.]+)\":", text)
+    if key is not None:
+        option = key[1] if "." in key[1] else key[1].replace("_", "-")
+        text = f"--{option}:{text[key.end() :]}".replace("Expected a int", "Expected an int")
     text = re.sub(rf"\b{arguments[0]}\.([a-z]\w*)", r"--\1", text).replace(f"{arguments[0]}.", "")
     found = re.search(r"nrecognized arguments: (--[\w.-]+)|not accept option '([\w.]+)'|'(\w+)' is not accepted", text)
     if found is None:

@@ -10,7 +10,14 @@ from lightning_amp.findings._gradient import (
     GradientSample,
     InaccurateDerivative,
 )
-from lightning_amp.findings._lost_precision import WRONG_DB, LostPrecision, ModuleSums, bits_kept, describe_tried
+from lightning_amp.findings._lost_precision import (
+    WRONG_DB,
+    LostPrecision,
+    ModuleSums,
+    bits_kept,
+    describe_tried,
+    worst_db,
+)
 from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, ModuleRow
 from lightning_amp.findings._op import Op, OpKind
 from lightning_amp.findings._remedy import TriedRemedy
@@ -36,4 +43,5 @@ __all__ = [
     "TriedRemedy",
     "bits_kept",
     "describe_tried",
+    "worst_db",
 ]

@@ -42,18 +42,8 @@ class ModuleSums(NamedTuple):
         number, values = self.num_calls + more.num_calls, self.num_values + more.num_values
         return ModuleSums(self.kind, number, values, self.inputs + more.inputs, self.outputs + more.outputs)
 
-    @property
-    def input_db(self) -> float:
-        """Return the lowest SQNR of an input."""
-        return _worst_db(self.inputs)
 
-    @property
-    def output_db(self) -> float:
-        """Return the lowest SQNR of an output."""
-        return _worst_db(self.outputs)
-
-
-def _worst_db(sums: Tensor) -> float:
+def worst_db(sums: Tensor) -> float:
     """Return the lowest SQNR of whole tensors and of the variation between samples; -inf if a value is not finite."""
     ratios = torch.stack([fidelity(part)[0] for row in sums for part in (row[:3], row[3:])]) if len(sums) else sums
     return float(ratios.nan_to_num(-torch.inf, torch.inf, -torch.inf).min()) if len(sums) else math.inf
@@ -78,11 +68,6 @@ class LostPrecision(NamedTuple):
     input_sqnr_db: float
     output_sqnr_db: float
     tried: tuple[TriedRemedy, ...] = ()
-
-    @property
-    def is_cured(self) -> bool:
-        """Return whether a setting that was tried works."""
-        return any(one.works for one in self.tried)
 
     @override
     def __str__(self) -> str:

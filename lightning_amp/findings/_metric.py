@@ -35,12 +35,7 @@ class ComparisonRow(NamedTuple):
         """Return a row for the two values."""
         # Equal infinities agree, but their difference would be NaN.
         diff = 0.0 if amp == fp32 else amp - fp32
-        if diff == 0.0:
-            relative_diff = 0.0
-        elif fp32 == 0.0:
-            relative_diff = math.nan if math.isnan(diff) else math.copysign(math.inf, diff)
-        else:
-            relative_diff = diff / abs(fp32)
+        relative_diff = diff / abs(fp32) if fp32 else diff and diff * math.inf
         return cls(epoch, step, metric, amp, fp32, diff, relative_diff)
 
     def exceeds(self, tolerance: float) -> bool:

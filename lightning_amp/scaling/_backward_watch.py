@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import final
 
-from lightning_amp._compat import _torch
+from lightning_amp._compat import _sharding, _torch
 from lightning_amp.scaling._gradients import parameters
 
 
@@ -33,14 +33,21 @@ class BackwardWatch:
         self._scaled: dict[int, weakref.ref[Any]] = {}  # the gradient that a scaled backward left, by parameter
         self._plain: set[int] = set()  # parameters whose latest backward was not scaled
         self.handles: dict[int, Any] = {}
+        self._first: dict[int, Any] = {}  # the watched parameters of the optimizers
+        self._before: list[Any] = []  # their gradients when a scaled backward began
 
     def __enter__(self) -> None:
         """Begin the backward of a loss that carries the loss scale."""
         self.in_scaled_backward = True
         self.count += 1
+        self._before = [p.grad for p in self._first.values()]
 
     def __exit__(self, *exc: object) -> None:
         self.in_scaled_backward = False
+        for p, before in zip(self._first.values(), self._before, strict=False):
+            if p.grad is not None and p.grad is not before:  # FSDP1 assigns gradients, so that no hook sees them
+                self._latest[id(p)] = self.count
+        self._before = []
 
     def watch(self, params: Iterable[Any]) -> None:
         """Watch parameters; a lazy one takes no hook before its first forward."""
@@ -56,7 +63,9 @@ class BackwardWatch:
             if p is not first and id(p) in self.handles:
                 self.handles.pop(id(p)).remove()
                 self._plain.discard(id(p))
-        self.watch([] if first is None else [first])
+        if first is not None:
+            self.watch([first])
+            self._first[id(first)] = first
         return first
 
     def _note(self, p: Any) -> None:
@@ -82,9 +91,9 @@ class BackwardWatch:
 
         No backward has reached its watched parameter since, and the gradient is not one that was there before.
         """
-        if state.scale is None or state.is_sharded:  # FSDP2 itself assigns gradients
-            return False
         p = state.watched
+        if state.scale is None or _sharding.assigns_gradients(p):
+            return False
         carried = None if state.carried is None else state.carried()
         if self.origin_of(p) == "unknown" or id(p) in self._plain or p.grad is carried:
             return False

@@ -55,5 +55,6 @@ class ByHand:
         self._steps.add_loss(loss)
 
     def _end(self) -> None:
-        self._runs = self._watch.in_scaled_backward = False
+        self._runs = False
+        self._watch.__exit__()
         self._steps.forget_scale_without_gradients()  # of a `torch.autograd.grad`

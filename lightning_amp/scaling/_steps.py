@@ -1,8 +1,7 @@
 """Run optimizer steps: scale the loss, unscale and check the gradients, step or skip, and move the scale.
 
 A round is :meth:`OptimizerSteps.scale_loss`, the backward inside :meth:`OptimizerSteps.scaled_backward`,
-:meth:`OptimizerSteps.step`, and :meth:`OptimizerSteps.end_round`. The Trainer's plugin, Fabric's plugin and
-:class:`ScaledSteps` all use this class. It imports nothing of Lightning. `docs/design.md` lists all events.
+:meth:`OptimizerSteps.step`, and :meth:`OptimizerSteps.end_round`, in the Trainer, Fabric and :class:`ScaledSteps`.
 """
 
 from __future__ import annotations
@@ -242,7 +241,7 @@ class OptimizerSteps:
             state.check()
 
     def _unfold(self, state: GradientState) -> None:
-        """Unscale what an earlier step has left. Gradients that the user has assigned since are true ones."""
+        """Unscale what an earlier step has left, but not what the user has assigned since."""
         if self._watch is not None and self._watch.was_assigned(state):
             state.release()
         state.unfold()
@@ -443,8 +442,7 @@ class OptimizerSteps:
     def end_round(self) -> None:
         """Move the scale once for all steps since the last call, and complete their records.
 
-        The Trainer calls it at the end of a batch, another loop when :attr:`round_is_over`. Raise `FloatingPointError`
-        if too many steps in a row were skipped.
+        Raise `FloatingPointError` if too many steps in a row were skipped.
         """
         ended, self._round = self._round, Round()
         if self.scaler is not None:

@@ -26,14 +26,15 @@ def sentences_read_back(package: Package) -> Iterator[Finding]:
     """Find code that looks for words in our own sentences.
 
     Examples: `text.startswith("not worse")`, `" in fp32" in text`, `re.search("takes (.*) seeds", text)`. The words
-    count as ours if another literal of the package contains them. Single words are allowed, because settings, units and
-    operations have such names. `_compat` may read the messages of other libraries.
+    count as ours if a literal of the package contains them that is not looked for itself. Single words are allowed,
+    because settings, units and operations have such names. `_compat` may read the messages of other libraries.
     """
-    written = [(source, node) for source in package for node in _literals(source)]
+    read = {node for source in package for node, _ in _read(source)}
+    written = [node for source in package for node in _literals(source) if node not in read]
     for source in package:
         for node, text in _read(source) if source.room != "_compat" else ():
             words = _plain(text)
-            if len(words.split()) > 1 and any(words in n.value and n is not node for _, n in written):
+            if len(words.split()) > 1 and any(words in n.value for n in written):
                 yield Finding(source.path, node.lineno, f"reads {text!r} back out of a sentence")
 
 

@@ -128,7 +128,7 @@ IN_CALLBACKS = [
     ("OverflowLocator", "causes", [{"rank": 0}], r"OverflowLocator\.causes` must be a list of reports"),
     ("OverflowLocator", "causes", [3], r"OverflowLocator\.causes` must be a list of reports"),
     ("GradientMonitor", "largest", NAN, r"GradientMonitor\.largest` must be a finite number"),
-    ("GradientMonitor", "rows", [[1, 2]], r"GradientMonitor\.rows` must be a list of rows of 14 values"),
+    ("GradientMonitor", "rows", [[1, 2]], r"GradientMonitor\.rows` must be a list of rows of 12 values"),
     ("MetricComparison", "rows", [[1]], r"MetricComparison\.rows` must be a list of rows of 7 values"),
     ("MetricComparison", "num_validations", None, r"no entry `MetricComparison\.num_validations`"),
 ]

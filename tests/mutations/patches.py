@@ -153,6 +153,13 @@ SCALING = [
         (f"{PROMISES}test_unusual_loops.py",),
     ),
     Mutation(
+        "gradients of FSDP1 are taken for assigned ones",
+        "_compat/_sharding.py",
+        'return is_sharded(parameter) or getattr(parameter, "_fsdp_flattened", False)',
+        "return is_sharded(parameter)",
+        ("tests/contract/test_plugins_and_callbacks.py::TestFSDPPlugins",),
+    ),
+    Mutation(
         "an optimizer that ignores its closure steps on scaled gradients",
         "scaling/_steps.py",
         "first = not state.takes_closure or not (plan.in_closure or state.is_torchs or has_hooks)",

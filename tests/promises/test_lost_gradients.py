@@ -99,6 +99,20 @@ def test_an_overflow_of_the_forward_is_named_and_not_the_head(caplog: pytest.Log
     assert "net.4" not in text
 
 
+def test_an_overflow_of_a_large_output_is_cured_before_the_scale_has_settled(caplog: pytest.LogCaptureFixture) -> None:
+    class Large(Toy):
+        def __init__(self) -> None:
+            super().__init__(net=nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1)))
+            nn.init.constant_(self.net[0].weight, 3e4)
+
+        def loss(self, batch: Tensor) -> Tensor:
+            return 100 * super().loss(batch.abs())
+
+    text = words(caplog, Large, AmpPrecision("fp16"))
+    assert "`net.0` (Linear): its output is not finite in fp16" in text
+    assert "fix: `fp32_modules=['net.0']` (tried: works)" in text
+
+
 def test_a_higher_scale(caplog: pytest.LogCaptureFixture) -> None:
     text = words(caplog, lambda: Faint(nn.Identity()), AmpPrecision("fp16", scaler=1.0))
     assert "% of the gradient rounds to zero" in text

@@ -57,7 +57,7 @@ def run(*, compare: bool, precision: Any, tmp_path: Path, average: str = "", **o
     pl.seed_everything(3, verbose=False)
     model = Everything(num_loaders=options.pop("num_loaders", 1), manual=options.pop("manual", False))
     if options.pop("own", False):
-        precision = AmpPrecision("bf16" if isinstance(precision, MixedPrecision) else "fp32")
+        precision = AmpPrecision("bf16" if precision.precision == "bf16-mixed" else "fp32")
     if options.pop("profile", False):
         options["profiler"] = PyTorchProfiler(export_to_chrome=False)
     comparison = MetricComparison(limit_batches=options.pop("limit_batches", None))
@@ -83,7 +83,7 @@ def test_training_is_bit_identical(scenario: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scenario", CASES)
 def test_in_fp32_both_sides_are_equal(scenario: str, tmp_path: Path) -> None:
-    _, comparison, trainer = run(compare=True, precision=Precision(), tmp_path=tmp_path, **SCENARIOS[scenario])
+    _, comparison, trainer = run(compare=True, precision=AmpPrecision("fp32"), tmp_path=tmp_path, **SCENARIOS[scenario])
     assert {row.diff for row in comparison.table} == {0.0}
     compared = {row.metric for row in comparison.table}
     ours = {name.removeprefix("amp/diff/") for name in trainer.callback_metrics if name.startswith("amp/diff/")}
@@ -168,7 +168,7 @@ def test_test_is_the_same_with_and_without(num_loaders: int, limit_batches: int 
         model: Any = Tests(num_loaders=num_loaders)
         plugin: Any = AmpPrecision("bf16" if precision == "bf16" else "fp32")
         if not own:
-            plugin = bf16() if precision == "bf16" else Precision()
+            plugin = bf16() if precision == "bf16" else AmpPrecision("fp32")
         callbacks = [] if comparison is None else [comparison]
         kwargs: dict[str, Any] = {"accelerator": "cpu", "plugins": plugin, "callbacks": callbacks}
         _, results = evaluate("test", model, loaders(num_loaders), **kwargs)
@@ -233,7 +233,7 @@ def main(tmp_path: Path, manual: bool) -> None:
     comparison, exact = MetricComparison(), MetricComparison(limit_batches=1)
     without, _ = one("without", None, bf16(), module())
     with_it, trainer = one("with", comparison, bf16(), module())
-    one("exact", exact, Precision(), module())
+    one("exact", exact, AmpPrecision("fp32"), module())
     failing = MetricComparison()
     one("failing", failing, bf16(), FailsOnRank1(num_loaders=2, sync_dist=True))
     raised = ""

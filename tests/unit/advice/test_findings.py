@@ -302,6 +302,17 @@ def test_sizes_that_are_not_multiples() -> None:
     assert not said(step(unaligned=head(2.0, share=0.01)))
 
 
+def test_padding_for_fp8_is_not_claimed_to_gain() -> None:
+    """The fault: such products run in bf16, and padded ones were timed in bf16 as well."""
+    facts = step(precision="fp8", unaligned=head(2.0, format="bf16", padded_speed=None))
+    found = next(found for found in said(facts) if found.code == "sizes-not-aligned")
+    assert (found.severity, found.code) == ("note", "sizes-not-aligned")
+    assert "multiples of 16" in found.message
+    assert "fp8 needs such multiples" in found.message
+    assert "measured" not in found.message
+    assert found.action.endswith("Not tried.")
+
+
 # -- no faster than fp32 -----------------------------------------------------------------------------------------------
 
 

@@ -355,6 +355,18 @@ def test_compiled_modules_are_left_alone(regional: bool) -> None:
     assert counter.frame_count == 1
 
 
+def test_modules_that_are_also_known_by_their_compiled_wrapper_are_left_alone() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    root = Root(net=Layer()).to(DEVICE)
+    root.wrapper = torch.compile(root.net, backend=counter, fullgraph=True)
+    sharing = Sharing(root)
+    for _ in range(4):
+        with sharing():
+            root.wrapper(torch.randn(3, WIDTH, device=DEVICE))
+    assert counter.frame_count == 1
+
+
 def test_torch_func() -> None:
     root, x, sharing = linear()
 

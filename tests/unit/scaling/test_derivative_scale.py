@@ -49,6 +49,15 @@ def test_they_come_back_in_float32_and_without_a_scaler_as_they_are() -> None:
     assert (of_x.dtype, of_x.tolist(), of_unused) == (torch.float64, [2.0, 2.0], None)
 
 
+def test_an_overflow_costs_a_quarter_and_two_thousand_calls_of_growth() -> None:
+    scale = DerivativeScale()
+    assert derivative(scale, 100.0).isinf().all()
+    assert scale.state() == [2.0**8, 2000.0]
+    assert derivative(scale, 100.0).tolist() == [100.0] * 3
+    derivative(scale, 1e-6)  # small, but too soon after the overflow
+    assert scale.state() == [2.0**8, 1998.0]
+
+
 def test_an_infinite_output_says_nothing_about_the_scale() -> None:
     scale = DerivativeScale()
     x = torch.ones(1, requires_grad=True)
