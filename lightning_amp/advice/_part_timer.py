@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import final
 
-from lightning_amp.measure._device_clock import DeviceClock
+from lightning_amp.measure import DeviceClock
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 SCALING, CALLBACKS, REST = "checks, unscaling and clipping", "callbacks", "rest"
