@@ -18,8 +18,6 @@ TEXTS = [
 ]
 FOLDERS = r"(?:lightning_amp|tests|benchmarks|docs(?!/_build)|examples)"
 FILE = re.compile(rf"(?<![\w./-]){FOLDERS}/(?!\d)(?:[\w.*-]+/)*[\w.*-]*\w")
-    r"(?<![\w./-])(?:lightning_amp|tests|benchmarks|docs(?!/_build)|examples)/(?!\d)(?:[\w.*-]+/)*[\w.*-]*\w"
-)
 IN_A_ROOM = re.compile(r"`((?:\w+/)?_\w+\.py)`")
 NAME = re.compile(r"(?<![\w./])lightning_amp(?:\.[A-Za-z_]\w*)+\b(?!\{)")
 
