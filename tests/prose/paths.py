@@ -16,7 +16,8 @@ TEXTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted(path for folder in ("lightning_amp", "examples") for path in (ROOT / folder).rglob("*.py")),
 ]
-FILE = re.compile(r"(?<![\w./-])(?:lightning_amp|tests|benchmarks|docs(?!/_build)|examples)/(?:[\w.*-]+/)*[\w.*-]*\w")
+FOLDERS = r"(?:lightning_amp|tests|benchmarks|docs(?!/_build)|examples)"
+FILE = re.compile(rf"(?<![\w./-]){FOLDERS}/(?!\d)(?:[\w.*-]+/)*[\w.*-]*\w")
 IN_A_ROOM = re.compile(r"`((?:\w+/)?_\w+\.py)`")
 NAME = re.compile(r"(?<![\w./])lightning_amp(?:\.[A-Za-z_]\w*)+\b(?!\{)")
 
