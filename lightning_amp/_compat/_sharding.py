@@ -31,11 +31,6 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
-def assigns_gradients(parameter: Any) -> bool:
-    """Return whether FSDP sets the gradient of a parameter after its backward. Remove when FSDP1 and FSDP2 do not."""
-    return is_sharded(parameter) or getattr(parameter, "_fsdp_flattened", False)
-
-
 def is_sharded_module(module: nn.Module) -> bool:
     """Return whether any part of a module is sharded. Remove when FSDP1 is removed from torch."""
     from torch.distributed.fsdp import FSDPModule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 from collections import defaultdict
 from collections.abc import Mapping
@@ -188,7 +189,7 @@ def call_after_backward(function: Any) -> None:
 # Fused optimizers skip inside their kernel if two attributes say so. `GradScaler.step` uses this protocol, which has no
 # public form.
 
-# read when it is needed: the first optimizer of a class gets a `step` that is wrapped for the profiler
+# the first optimizer of a class gets a `step` that is wrapped for the profiler
 _FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
@@ -198,8 +199,9 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     Only torch's own `step` qualifies, since another one may read the gradients before the closure, or after it. Remove
     when torch has a public check.
     """
-    known = getattr(type(optimizer), "step", None) in {kind.step for kind in _FUSED_CLASSES}
-    return known and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return inspect.unwrap(type(optimizer).step) in {inspect.unwrap(kind.step) for kind in _FUSED_CLASSES}
 
 
 # Remove when loading a checkpoint leaves `fused` alone.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import final
 
-from lightning_amp._compat import _sharding, _torch
+from lightning_amp._compat import _torch
 from lightning_amp.scaling._gradients import parameters
 
 
@@ -45,7 +45,7 @@ class BackwardWatch:
     def __exit__(self, *exc: object) -> None:
         self.in_scaled_backward = False
         for p, before in zip(self._first.values(), self._before, strict=False):
-            if p.grad is not None and p.grad is not before:  # FSDP1 assigns gradients, so that no hook sees them
+            if p.grad is not None and p.grad is not before:  # FSDP assigns gradients, so that no hook sees them
                 self._latest[id(p)] = self.count
         self._before = []
 
@@ -92,7 +92,7 @@ class BackwardWatch:
         No backward has reached its watched parameter since, and the gradient is not one that was there before.
         """
         p = state.watched
-        if state.scale is None or _sharding.assigns_gradients(p):
+        if state.scale is None:
             return False
         carried = None if state.carried is None else state.carried()
         if self.origin_of(p) == "unknown" or id(p) in self._plain or p.grad is carried:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, FabricAmpPrecision
+from lightning_amp._compat._torch import decides_on_device
 from lightning_amp.scaling import ScaledSteps
 from lightning_amp.scaling._early_moves import calls_closure_late
 
@@ -253,6 +254,13 @@ def test_a_subclass_of_a_fused_optimizer_sees_true_gradients() -> None:
     for precision in ("fp32", "fp16"):
         fit(Net(None, lambda net: Clips(net.a.parameters(), fused=True)), precision, 1)
     assert seen[1] == pytest.approx(seen[0], rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, type("Named", (torch.optim.AdamW,), {})])
+def test_a_subclass_without_a_step_of_its_own_decides_on_the_device(kind: Any) -> None:
+    for _ in range(2):  # torch wraps the step of a class for its first optimizer
+        assert decides_on_device(kind(nn.Linear(2, 2).parameters(), fused=True))
+    assert not decides_on_device(kind(nn.Linear(2, 2).parameters(), fused=False))
 
 
 def test_an_optimizer_that_checks_for_graphs_first_is_not_copied() -> None:
