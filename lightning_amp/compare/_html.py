@@ -47,7 +47,7 @@ _STYLE: Any = {
 
 _MOST_POINTS = 150  # of a drawn line
 _LOG_FROM = 30  # ratio of the largest to the smallest value from which on an axis is logarithmic
-_FAR = 20  # differences of so many margins are cut off, because the others would be one dot
+_FAR = 20  # a difference of more margins than this is cut off; on its scale all others would be one dot
 
 
 def page(plan: Plan, arms: Mapping[str, Arm]) -> str:

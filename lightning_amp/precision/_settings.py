@@ -53,7 +53,7 @@ class Settings:
         self._own_scaler = DynamicLossScaler()
 
     def choose(self, device: torch.device, group: Any = None, *, fitting: bool = True) -> tuple[Choice, Choice, str]:
-        """Return the precision of training, that of evaluation, and the reason if `"auto"` picked the first.
+        """Return the precisions of training and of evaluation, and why `"auto"` picked the first.
 
         Refuse a precision that the device cannot run; fp8 is only required in a fit. For `"auto"` the first rank of
         the process `group` decides for all, because machines may differ.

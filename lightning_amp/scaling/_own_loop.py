@@ -59,7 +59,7 @@ class ScaledSteps(StepCounts):
     together. It imports nothing of Lightning.
 
     Args:
-        scaler: A :class:`DynamicLossScaler`, a `torch.amp.GradScaler` (its settings are taken), or a float for a scale
+        scaler: A :class:`DynamicLossScaler`, a `torch.amp.GradScaler` (its settings are used), or a float for a scale
             that never moves. `None`, for bf16 and fp32: the loss is not scaled.
         optimizers: All optimizers. Of one that is missing here, the first step is counted as a round of its own, and
             its gradients cannot accumulate before while the scale changes.
