@@ -129,8 +129,8 @@ class StepGuard:
     only_looks = True  # a step without other hooks may still be decided on the device
 
     def __init__(self, steps: Any, watch: BackwardWatch) -> None:
-        # Nothing tells when a loop of the user's own ends, so the next guard removes the hooks of loops that are gone. A
-        # finalizer cannot: torch may be iterating over the hooks when the garbage collector runs.
+        # Nothing tells when a loop of the user's own ends, so the next guard removes the hooks of loops that are gone.
+        # A finalizer cannot: torch may be iterating over the hooks when the garbage collector runs.
         for guard in [guard for guard in _GUARDS if guard._steps() is None]:
             guard.close()
         self._steps, self._watch = weakref.ref(steps), watch
