@@ -103,8 +103,8 @@ class OverflowLocator(Callback):
     does nothing.
 
     Args:
-        max_reports: Stop searching after this many different causes, or 20 times as many skipped steps, in this
-            Trainer; from then on it only counts. A resumed run continues to count, and has the reports of its
+        max_reports: Stop searching after this many different causes in this Trainer; from then on it only counts. A
+            resumed run continues to count, and has the reports of its
             checkpoint.
         dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`, or its URL (`"s3://bucket/run"`,
             as Lightning's callbacks take it). `None` writes none. If it cannot be written, the locator warns once and
@@ -130,7 +130,7 @@ class OverflowLocator(Callback):
         self._begin_fit()
 
     def _forget(self) -> None:
-        self._reports: list[Overflow] = []  # one for each cause, and each rank that shows it
+        self._reports: list[Overflow] = []  # of each cause; and while there is room, of each skip for a known one
         self._num_overflows = self._num_harmless = self._num_repeated = 0
         self._latest: tuple[int, str] | None = None  # the last skip, and the key of its cause
         self._warned_of_folder = False
@@ -150,9 +150,10 @@ class OverflowLocator(Callback):
 
     @property
     def reports(self) -> list[Overflow]:
-        """Return the reports of all fits of one Trainer: one for each cause.
+        """Return the reports of all fits of one Trainer, on at most `max_reports` skipped steps.
 
-        All ranks have the same reports: one for each cause and rank that shows it. If no rank found the cause of a
+        Each cause has one, and as long as there is room, each further step that was skipped for a known cause. All
+        ranks have the same reports: one for each step and rank that found a cause. If no rank found the cause of a
         step, it has the report of rank 0.
         """
         return list(self._reports)
@@ -251,7 +252,7 @@ class OverflowLocator(Callback):
             "num_overflows": self._num_overflows,
             "counts": [self._num_harmless, self._num_repeated],
         }
-        state["causes"] = [report.as_dict() for report in self._reports]
+        state["reports"] = [report.as_dict() for report in self._reports]
         return state if self._largest_weight is None else {**state, "largest_weight": self._largest_weight}
 
     @override
@@ -266,9 +267,9 @@ class OverflowLocator(Callback):
             self._num_overflows = num_overflows
             return
         try:
-            reports = [Overflow.from_dict(values) for values in saved.entries("causes")]
+            reports = [Overflow.from_dict(values) for values in saved.entries("reports")]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise saved.wrong("causes", "a list of reports, as `Overflow.as_dict()` writes them") from error
+            raise saved.wrong("reports", "a list of reports, as `Overflow.as_dict()` writes them") from error
         counts = saved.entries("counts")
         if not (len(counts) == 2 and all(is_count(number, 0) for number in counts)):
             raise saved.wrong("counts", "two whole numbers of 0 or more")
@@ -313,6 +314,10 @@ class OverflowLocator(Callback):
     @property
     def _known(self) -> set[str]:
         return {report.key for report in self._reports}
+
+    @property
+    def _has_room(self) -> bool:
+        return len({report.record.index for report in self._reports}) < self.max_reports
 
     @property
     def _is_complete(self) -> bool:
@@ -374,15 +379,21 @@ class OverflowLocator(Callback):
             self._num_harmless += not faults
         new = [one for one in faults if one.key not in known]
         self._num_repeated += bool(faults) and not new and skipped
-        self._reports += new
-        if new and trainer.global_rank == 0:
-            with own_lines():
-                for report in new:
-                    _log.warning(str(report))
-                if self._is_complete:
-                    causes = "1 cause" if self.max_reports == 1 else f"{self.max_reports} different causes"
-                    _log.warning(f"OverflowLocator: {causes} reported; it looks no more in this run.")
-            self._save(new)
+        taken = new or (faults if skipped and self._has_room else [])
+        if new and not self._has_room:  # a new cause takes the place of the latest skip for a known one
+            first = {report.key: report.record.index for report in reversed(self._reports)}
+            repeated = [r.record.index for r in self._reports if r.record.index not in first.values()]
+            self._reports = [r for r in self._reports if r.record.index not in repeated[-1:]]
+        self._reports += taken
+        if trainer.global_rank != 0:
+            return
+        with own_lines():
+            for report in new:
+                _log.warning(str(report))
+            if new and self._is_complete:
+                causes = "1 cause" if self.max_reports == 1 else f"{self.max_reports} different causes"
+                _log.warning(f"OverflowLocator: {causes} reported; it looks no more in this run.")
+        self._save(taken)
 
     def _save(self, reports: list[Overflow]) -> None:
         if self.dirpath is None:

