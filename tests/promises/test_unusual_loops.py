@@ -323,6 +323,7 @@ def test_parameters_without_an_optimizer_do_not_delay_the_scale() -> None:
     assert [record.next_scale for record in records[1:-1]] == [record.scale for record in records[2:]]
 
 
+@pytest.mark.needs("parameters that stay")
 def test_an_exception_leaves_true_gradients() -> None:
     def loop(precision: str) -> Tensor:
         class Stops(Net):

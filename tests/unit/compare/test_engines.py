@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 
 KWARGS: dict[str, Any] = {
     "precisions": ("fp32", "bf16"),
+    "seed": 0,
     "num_seeds": 4,
+    "control": None,
     "margins": {"val_loss": 0.05, "distance": 0.001},
     "trainer_kwargs": {**TRAINER, "max_epochs": 1},
 }

@@ -338,7 +338,8 @@ def test_other_ways_to_train(kind: Any, data: Any, precision: str, kwargs: Any, 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_what_torchscript_compiled_is_no_candidate() -> None:
-    found = find_fp32_modules(seeded(Scripted), cases.Rows, "bf16", tolerance=0.1, trainer_kwargs=CPU)
+    with torch.jit.optimized_execution(False):  # TorchScript's own plans fail in bf16, depending on earlier calls
+        found = find_fp32_modules(seeded(Scripted), cases.Rows, "bf16", tolerance=0.1, trainer_kwargs=CPU)
     assert [rule for rule in found if not str(rule).startswith("centred")] == []
 
 
