@@ -218,4 +218,6 @@ def _svg(draw: Callable[[Axes], None], title: str, height: float = 2.2) -> str:
     svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg ") :])
     svg = re.sub(r">[^<]*<|(\d\.\d\d)\d+", lambda found: found[1] or found[0], svg)  # hundredths of a pixel, no labels
     svg = re.sub(r"#0000[0af][0-7f]", lambda found: f"var(--{_VARIABLES.get(found[0], 'soft')})", svg)
-    return re.sub(r"<svg [^>]*viewBox", lambda _: f'<svg role="img" aria-label="{escape(title)}" viewBox', svg, count=1)
+    start = f'<svg role="img" aria-label="{escape(title)}" viewBox'
+    svg = re.sub(r"<svg [^>]*viewBox", lambda _: start, svg, count=1)
+    return svg.replace(">", f"><title>{escape(title)}</title>", 1)

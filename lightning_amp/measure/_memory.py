@@ -62,7 +62,7 @@ class PeakMemory:
 
     On a device it reads the allocator (`max_memory_allocated`). MPS has none, so its peak is `None`. On the CPU it
     counts weights, buffers, and all other memory from torch's CPU allocator, by torch's profiler, which changes no
-    value; memory of data loading and of Python does not count. The caller closes it after some steps, because a profile
+    value. Memory of data loading and of Python does not count. The caller closes it after some steps, because a profile
     grows with each step. The peak is `None` if another profiler is running.
 
     Make it before the first training step. `profiled` is whether the user's own torch profiler will run: torch cannot

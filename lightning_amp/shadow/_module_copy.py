@@ -1,8 +1,8 @@
 """Copy modules and batches, so that user code can run twice without an effect on the originals.
 
-`copy.deepcopy` does the work. Its memo has the objects that a copy shares, and the modules, which are copied attribute
-by attribute: `copy.deepcopy` of a real LightningModule fails on the first open file or generator. An attribute that
-cannot be copied becomes an object that raises when it is used.
+`copy.deepcopy` does the work. Its memo has the objects that a copy shares, and the modules. These are copied attribute
+by attribute, because `copy.deepcopy` of a real LightningModule fails on the first open file or generator. An attribute
+that cannot be copied becomes an object that raises when it is used.
 """
 
 from __future__ import annotations

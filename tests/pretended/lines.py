@@ -20,9 +20,11 @@ TYPES = {"cpu", "cuda", "gpu", "mps", "xpu", "hpu", "npu", "xla", "tpu"}
 MODULES = {"cuda", "mps", "xpu", "accelerator"}
 
 REASONS: dict[str, str] = {
-    'if machine.device_type == "cuda":': "a rule over facts; tests/unit/advice gives it facts of each device",
-    'with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):': "the speed of a CPU",
-    'return torch.arange(count, dtype=torch.float32, device="cpu").sin_().reshape(shape)': "the speed of a CPU",
+    "if not (": "a weight that is shared between its uses, which only a CPU does",
+    "has_devices = torch.accelerator.current_accelerator(check_available=True) is not None": "the command, slow tests",
+    'elif device.type == "cuda" and not any(_modules.is_compiled(part) for m in modules for part in m.modules()):': (
+        "fp8, which the pretended device lacks"
+    ),
     'return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx95"))': "ROCm",
 }
 """Lines that do not run on a pretended device: the line as it stands, and the reason."""
