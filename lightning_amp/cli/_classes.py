@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jsonargparse import ActionConfigFile, get_loader
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import final, override
@@ -28,6 +27,8 @@ _IGNORED = ("seed_everything", "ckpt_path", "weights_only", "verbose", "return_p
 
 def class_parser(**settings: Any) -> LightningArgumentParser:
     """Return a parser that also takes the arguments of the user's classes, such as `--model.width 64`."""
+    from jsonargparse import ActionConfigFile
+
     if not getattr(sys.flags, "safe_path", False) and os.getcwd() not in sys.path:  # as `python -m` does
         sys.path.insert(0, os.getcwd())
     try:
@@ -153,6 +154,8 @@ def _read(path: str, classes: Mapping[str, str | None]) -> dict[str, Any]:
 
 def _load(path: str) -> dict[str, Any]:
     """Return a mapping, read as jsonargparse reads YAML."""
+    from jsonargparse import get_loader
+
     try:
         with open_text(path, "--config") as file:
             value = get_loader("yaml")(file.read()) or {}
