@@ -99,13 +99,14 @@ def test_an_optimizer_without_gradients_on_one_rank(ranks: list[dict[str, Any]])
 
 def test_rank_zero_reports_for_all(ranks: list[dict[str, Any]], folder: Path) -> None:
     one, other = (rank["overflow_reports"] for rank in ranks)
-    assert one["reports"] == other["reports"] == [(1, 1, "forward", 1)]
+    assert one["reports"] == other["reports"] == [(1, 1, "forward", 1), (3, 0, "forward", 3), (3, 1, "forward", 3)]
     assert other["said"] == ""
     assert one["said"].count(" skipped (batch") == 1, "the same cause, again and on the other rank, is not printed"
     assert "Step 1 skipped (batch 1, rank 1): " in one["said"]
-    (file,) = (folder / "overflows").iterdir()
-    assert file.name == "overflow_step00001_rank1.json"
-    assert json.loads(file.read_text())["rank"] == 1
+    stems = ["overflow_step00001_rank1", "overflow_step00003_rank0", "overflow_step00003_rank1"]
+    files = sorted((folder / "overflows").iterdir())
+    assert [file.name for file in files] == [f"{stem}.json" for stem in stems]
+    assert json.loads(files[0].read_text())["rank"] == 1
 
 
 def test_a_bad_loss_on_one_rank_is_reported_to_all(ranks: list[dict[str, Any]]) -> None:
