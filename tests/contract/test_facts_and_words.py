@@ -26,15 +26,14 @@ def sentences_read_back(package: Package) -> Iterator[Finding]:
     """Find code that looks for words in our own sentences.
 
     Examples: `text.startswith("not worse")`, `" in fp32" in text`, `re.search("takes (.*) seeds", text)`. The words
-    count as ours if a literal of the package contains them that is not looked for itself. Single words are allowed,
-    because settings, units and operations have such names. `_compat` may read the messages of other libraries.
+    count as ours if another literal of the package contains them. Single words are allowed, because settings, units and
+    operations have such names. `_compat` may read the messages of other libraries.
     """
-    read = {node for source in package for node, _ in _read(source)}
-    written = [node for source in package for node in _literals(source) if node not in read]
+    written = [(source, node) for source in package for node in _literals(source)]
     for source in package:
         for node, text in _read(source) if source.room != "_compat" else ():
             words = _plain(text)
-            if len(words.split()) > 1 and any(words in n.value for n in written):
+            if len(words.split()) > 1 and any(words in n.value and n is not node for _, n in written):
                 yield Finding(source.path, node.lineno, f"reads {text!r} back out of a sentence")
 
 
@@ -141,6 +140,14 @@ def test_facts(guard: Guard) -> None:
 def test_a_sentence_that_is_read_back_is_found(reader: str) -> None:
     text = f"import re\ndef f(n):\n    text = f'it is quite so {{n}} times'\n    return {reader}"
     assert new_findings(sentences_read_back, PACKAGE.with_file("scaling/_bad.py", text))
+
+
+@pytest.mark.parametrize(
+    "reader", ["text.startswith('no words of ours')", "text.startswith('it')", "n in ('quite so',)"]
+)
+def test_what_is_no_sentence_of_ours(reader: str) -> None:
+    text = f"def f(text, n):\n    print('it is quite so')\n    return {reader}"
+    assert not new_findings(sentences_read_back, PACKAGE.with_file("scaling/_good.py", text))
 
 
 @pytest.mark.parametrize("comparison", ["thing.colour == 'red'", "self.thing.colour in ('red', 'blue')"])
