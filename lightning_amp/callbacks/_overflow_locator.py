@@ -69,14 +69,14 @@ class OverflowLocator(Callback):
 
     .. code-block:: text
 
-        OverflowLocator: step 7 was skipped: epoch 0, batch 7, loss scale 2**16
-          cause: the forward: the result of `exp` in `head` (Contrast), float16 [4, 4], is not finite; in fp32 ...
-          line: losses.py:75 "log_z = torch.log(torch.exp(sim).sum(-1))"
-          try: 'bf16', which has the range of fp32 (tried: works); or ...
+        Step 7 skipped (batch 7): fp16 overflow in the forward
+          head: exp gave 5.76e+10, fp16 ends at 65,504      losses.py:75  return torch.log(torch.exp(sim).sum(-1))
+          fix: AmpPrecision("bf16") (tried: works), or subtract the maximum before it (`torch.logsumexp`) (not tried)
 
-    The words "tried: works" mean that loss and gradients were finite in a replay with this remedy. A cause is printed
-    once, and from then on only counted. A step that is skipped while a dynamic scale settles is no fault. If a replay
-    at a lower scale is finite, the step is only counted. One line at the end of fit has both counts.
+    The words "tried: works" mean that in a replay with this remedy loss and gradients were finite, and the loss equals
+    the loss in fp32 within the rounding of the format. A cause is printed once, and from then on only counted. A step
+    that is skipped while a dynamic scale settles is no fault. If a replay at a lower scale is finite, the step is only
+    counted. One line at the end of fit has both counts.
 
     If the loss is not finite although its gradients are, the step is taken. The locator reports this once, in the same
     way.

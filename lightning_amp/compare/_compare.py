@@ -126,7 +126,7 @@ def compare_precisions(
 
 @final
 class Comparison:
-    """A comparison whose arguments are checked. They and the errors are those of :func:`compare_precisions`."""
+    """A comparison. It checks its arguments, which :func:`compare_precisions` documents."""
 
     def __init__(self, make_module: Any, make_data: Any, precisions: Any, **settings: Any) -> None:
         check_place("compare_precisions")

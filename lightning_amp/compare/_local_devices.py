@@ -35,8 +35,8 @@ class LocalDevices:
 
     Each run sees its own devices only (`CUDA_VISIBLE_DEVICES`, or the same of another accelerator), numbered from 0 on.
     Without an accelerator the CPU cores are divided: each run is bound to its share, and has as many threads. The
-    number of threads is a setting of torch that may change the last bits of large sums. So the bits are those of a
-    process with that many threads.
+    number of threads is a setting of torch that may change the last bits of large sums. So a run
+    gives the same bits as a process with that many threads.
 
     Args:
         devices: Numbers or names of the accelerators: `[0, 2]`, `["GPU-7f3a..."]`. `None`: all that this process sees.

@@ -138,8 +138,8 @@ def notes(plan: Plan, arms: Mapping[str, Arm]) -> list[str]:
         lines.append("One seed never decides: training is chaotic, and two runs of one precision differ as well.")
     if plan.control:
         lines.append(
-            "The control is the reference with its initial weights moved in their last bit. Its difference shows the"
-            " run-to-run noise."
+            "The control is the reference with its initial weights moved in their last bit. Its difference is"
+            " the run-to-run noise of the reference."
         )
         speed = arms[CONTROL].speed
         if speed is not None and speed.differs:

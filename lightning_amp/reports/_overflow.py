@@ -62,8 +62,8 @@ class Overflow:
         fitting_scale: The loss scale at which the gradients fit, if they are finite at a lower scale.
         largest_gradient: The largest true gradient in half precision, if the gradients are finite at a lower scale.
         remedies: The settings that were tried in replays of the step, as code, each with whether it works. With a
-            setting that works, loss and gradients are finite, and the loss is that of fp32 within the rounding of the
-            format.
+            setting that works, loss and gradients are finite, and the loss equals the loss in fp32 within the rounding
+            of the format.
         note: The reason why the replay may not be exact, or why there was no replay; empty if all is well.
         largest_weights: Largest magnitude of a parameter at the start of the fit, and now.
         scale_is: `"dynamic"`, `"static"`, or `"lowest"` if the loss scale cannot fall further; empty without a scale.

@@ -171,7 +171,7 @@ def count_of(name: str, args: Any, kwargs: Any) -> int:
 def special_values(name: str, args: Any, kwargs: Any) -> list[tuple[SpecialKind, list[Tensor] | None]]:
     """Return what may be special about the arguments of an operation, each with scalars on the device.
 
-    The kinds are those of :class:`~lightning_amp.findings.Op`. A kind applies if its scalar is above 0, or if it has
+    For the kinds, see :class:`~lightning_amp.findings.Op`. A kind applies if its scalar is above 0, or if it has
     none. `"pole"` has the least distance from 0, or another pole, with its sign, and its least magnitude.
     """
     value = next((t for t in args if isinstance(t, Tensor)), None)

@@ -64,7 +64,7 @@ def test_a_constant_in_the_step_is_not_in_fp32() -> None:
 
 
 class Policy(Case):
-    """Compares log-probabilities with those of an old policy, which were computed in fp32."""
+    """Compares log-probabilities with the log-probabilities of an old policy, computed in fp32."""
 
     def __init__(self) -> None:
         super().__init__(head=LogProbabilities())
