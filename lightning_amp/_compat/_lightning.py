@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -54,29 +52,6 @@ def evaluation_metrics(trainer: Any) -> dict[str, Tensor]:
         for name in results._forked_name(item, on_step=False):
             metrics[name] = item._computed.detach()
     return metrics
-
-
-# Remove when the Trainer has a public way to prepare a batch.
-def to_device(trainer: Any, batch: Any, dataloader_idx: int) -> Any:
-    """Prepare a batch of an evaluation's loader as the loop does before it calls the step."""
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
-
-
-@contextmanager
-def training_stage(trainer: Any) -> Generator[None]:
-    """Put the trainer into its training stage temporarily, during a validation inside the training epoch.
-
-    `self.log` of a training step then finds the results of training. Lightning does the same when it prepares the
-    validation loaders. Remove with `evaluation_metrics`.
-    """
-    stage = trainer.state.stage
-    trainer.training = True
-    try:
-        yield
-    finally:
-        trainer.state.stage = stage
 
 
 def is_weight_averaging(callback: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_amp._arguments import require
-from lightning_amp.advice._machine import Machine, compare, examine, product_of, timed
+from lightning_amp.advice._machine import compare, examine, product_of, timed
 from lightning_amp.advice._part_timer import DATA, OPTIMIZER
 from lightning_amp.advice._race import Contestant, Track, race
 from lightning_amp.advice._report import DoctorReport
@@ -118,14 +118,13 @@ def doctor(
         machine = examine(where, short=make_module is not None)
         if make_module is None:
             return DoctorReport(machine, None, Choice.pick(where)[0].name if given == "auto" else given)
-        return DoctorReport(machine, _examine_step(make_module, make_data, arm, machine, where, kwargs, say))
+        return DoctorReport(machine, _examine_step(make_module, make_data, arm, where, kwargs, say))
 
 
 def _examine_step(
     make_module: Callable[[], LightningModule],
     make_data: Callable[[], LightningDataModule] | None,
     arm: Spec,
-    machine: Machine,
     device: torch.device,
     trainer_kwargs: Mapping[str, Any],
     say: Callable[[str], None],

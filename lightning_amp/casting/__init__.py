@@ -6,7 +6,6 @@ Read `_precision_choice.py` first.
 from lightning_amp.casting._float8 import (
     choose_fp8_layers,
     fp8_summary,
-    linear_layers,
     linears_in_fp8,
     may_run_in_fp8,
     nothing_qualifies,
@@ -50,7 +49,6 @@ __all__ = [
     "fp32_region",
     "has_bf16_units",
     "is_metric",
-    "linear_layers",
     "linears_in_fp8",
     "may_run_in_fp8",
     "metrics_in_fp32",

@@ -71,7 +71,7 @@ def page(plan: Plan, arms: Mapping[str, Arm]) -> str:
     template, css = (files.joinpath(name).read_text(encoding="utf-8") for name in ("report.html.j2", "report.css"))
     with mpl.rc_context(_STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a font without the letters of a label: the browser has others
-        charts = {name: [(note, Markup(svg)) for note, svg in found] for name, found in _charts(plan, arms)}
+        charts = {name: [(note, Markup(svg)) for note, svg in found] for name, found in _charts(arms)}
     lead, *rest = _words.recommend(list(arms.values()))[1]
     text = environment.from_string(template).render(
         css=Markup(css),
@@ -101,7 +101,7 @@ def _code(text: str) -> Markup:
 # -- charts ------------------------------------------------------------------------------------------------------------
 
 
-def _charts(plan: Plan, arms: Mapping[str, Arm]) -> Iterable[tuple[str, list[tuple[str, str]]]]:
+def _charts(arms: Mapping[str, Arm]) -> Iterable[tuple[str, list[tuple[str, str]]]]:
     """Return the sections of charts: a heading, and SVG with a note for each chart."""
     names = dict.fromkeys(name for arm in arms.values() for name in arm.metrics)
     differences = [(name, _difference_chart(name, arms)) for name in names]

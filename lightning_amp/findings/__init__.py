@@ -4,7 +4,6 @@ Read `_step.py` first.
 """
 
 from lightning_amp.findings._gradient import (
-    LOW_DB,
     TOTAL,
     GradientRow,
     GradientSample,
@@ -25,7 +24,6 @@ from lightning_amp.findings._step import StepPrecision, StepReason, StepRecord
 
 __all__ = [
     "LOADER_SUFFIX",
-    "LOW_DB",
     "TOTAL",
     "WRONG_DB",
     "ComparisonRow",

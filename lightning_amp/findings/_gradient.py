@@ -11,7 +11,7 @@ from typing_extensions import final
 TOTAL = "(all)"
 """Name of the row of all gradients together."""
 
-LOW_DB = 10.0
+_LOW_DB = 10.0
 """Below this SQNR, noise is more than a third of the gradient. Healthy deep networks have 20 dB in bf16, 18 in fp8."""
 
 
@@ -104,7 +104,7 @@ class GradientSample(NamedTuple):
             return [row for row in parts if not math.isfinite(row.largest)] or [total]
         if math.isnan(total.sqnr_db):
             return [row for row in parts if math.isnan(row.sqnr_db)] or [total]
-        whole = total.sqnr_db < LOW_DB and total.largest > 0
-        lost = [row for row in parts if _ROUNDING_DB < row.sqnr_db < (LOW_DB if whole else _LOST_DB)]
-        lost = lost or [row for row in parts if row.rounds_to_zero and row.sqnr_db < LOW_DB]
+        whole = total.sqnr_db < _LOW_DB and total.largest > 0
+        lost = [row for row in parts if _ROUNDING_DB < row.sqnr_db < (_LOW_DB if whole else _LOST_DB)]
+        lost = lost or [row for row in parts if row.rounds_to_zero and row.sqnr_db < _LOW_DB]
         return lost or [total] * whole

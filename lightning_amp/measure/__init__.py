@@ -8,7 +8,7 @@ from lightning_amp.measure._device_clock import DeviceClock
 from lightning_amp.measure._matmul_flops import MatmulFlops, flop_formulas, multiplied_dtype
 from lightning_amp.measure._memory import MemoryOf, PeakMemory, is_settled, num_bytes
 from lightning_amp.measure._rounds import in_rounds
-from lightning_amp.measure._speed import SpeedClaim, SpeedComparison, paired_log_ratio, times_as_fast
+from lightning_amp.measure._speed import SpeedComparison, paired_log_ratio, times_as_fast
 from lightning_amp.measure._step_timer import StepTimer
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "MatmulFlops",
     "MemoryOf",
     "PeakMemory",
-    "SpeedClaim",
     "SpeedComparison",
     "StepTimer",
     "flop_formulas",

@@ -20,7 +20,6 @@ from lightning_amp.numerics._ranges import (
     headroom_bits,
     largest,
     largest_finite,
-    outside_modes,
     underflow_counts,
 )
 
@@ -43,7 +42,6 @@ __all__ = [
     "nonfinite_flag",
     "nonfinite_gradients",
     "output_sums",
-    "outside_modes",
     "stack_scalars",
     "underflow_counts",
     "widest_dtype",

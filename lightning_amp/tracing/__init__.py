@@ -22,7 +22,7 @@ from lightning_amp.tracing._operations import (
     plain,
 )
 from lightning_amp.tracing._places import Place, called_by_optimizer, running_place, user_place
-from lightning_amp.tracing._trace import Call, Gradient, Key, Trace, floating_in
+from lightning_amp.tracing._trace import Call, Gradient, Trace
 
 __all__ = [
     "EXPONENTIALS",
@@ -31,7 +31,6 @@ __all__ = [
     "Call",
     "Fp32Draws",
     "Gradient",
-    "Key",
     "Place",
     "RandomState",
     "Trace",
@@ -42,7 +41,6 @@ __all__ = [
     "domain",
     "first_bad",
     "first_difference",
-    "floating_in",
     "fp32_switches",
     "fp32_throughout",
     "full_precision",
