@@ -25,6 +25,7 @@ _QUANTITIES: dict[Quantity, tuple[str, str, float, float]] = {
     "cosine": ("Mixed-precision gradient against fp32", "cosine", 0.9, 1.0),
 }
 QUANTITIES: tuple[Quantity, ...] = tuple(_QUANTITIES)
+_MAX_NUMBERS = 20  # columns in which numbers have room
 _COLORS = ("#67000d", "#de2d26", "#fdae6b", "#fee6ce", "#f7fbff")  # from the worst to the best
 _MARKS = {"no gradient": "0.9", "all zero": "0.7", "not finite": "black", "equal to fp32": "#e5f5e0"}
 
@@ -76,6 +77,11 @@ def _fill(figure: Figure, axes: Any, grid: list[list[float | str]], quantity: Qu
     colors = LinearSegmentedColormap.from_list("", _COLORS if worst < best else _COLORS[::-1])
     pixels = [[to_rgba(_MARKS[one]) if isinstance(one, str) else colors(scale(one)) for one in row] for row in grid]
     axes.imshow(pixels, aspect="auto", interpolation="nearest")
+    if max(map(len, grid)) <= _MAX_NUMBERS:  # the colours tell only good from bad
+        numbers = [(x, y, one) for y, row in enumerate(grid) for x, one in enumerate(row) if not isinstance(one, str)]
+        for x, y, one in numbers:
+            ink = "black" if sum(pixels[y][x][:3]) > 1.5 else "white"
+            axes.text(x, y, f"{one:.2g}", ha="center", va="center", fontsize="small", color=ink)
     figure.colorbar(ScalarMappable(scale, colors), ax=axes, extend="both").set_label(unit, fontsize="small")
     found = {one for row in grid for one in row}
     marks = [Patch(label=name, color=color) for name, color in _MARKS.items() if name in found]

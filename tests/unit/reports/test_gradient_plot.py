@@ -41,6 +41,14 @@ def test_danger_is_red_and_safety_is_pale_in_any_company(
             assert saturation > 0.4 if value in dangerous else saturation < 0.2, (value, other)
 
 
+@pytest.mark.parametrize(("num_steps", "has_numbers"), [(3, True), (60, False)])
+def test_a_healthy_picture_has_numbers_where_there_is_room(num_steps: int, has_numbers: bool) -> None:
+    """All of its cells have the same pale colour."""
+    rows = [gradient_row(i, name, headroom_bits=4.0 + i) for i in range(num_steps) for name in ("a", "b")]
+    texts = [text.get_text() for text in GradientTable(rows).plot("headroom_bits", None).axes[0].texts]
+    assert texts == (["4", "5", "6"] * 2 if has_numbers else [])
+
+
 def test_the_legend_says_what_has_no_number() -> None:
     rows = [
         gradient_row(0, "a"),
