@@ -73,8 +73,8 @@ class OverflowLocator(Callback):
           head: exp gave 5.76e+10, fp16 ends at 65,504      losses.py:75  return torch.log(torch.exp(sim).sum(-1))
           fix: AmpPrecision("bf16") (tried: works), or subtract the maximum before it (`torch.logsumexp`) (not tried)
 
-    The words "tried: works" mean that in a replay with this remedy loss and gradients were finite, and the loss equals
-    the loss in fp32 within the rounding of the format. A cause is printed once, and from then on only counted. A step
+    The words "tried: works" stand for a replay with this remedy. Its loss and gradients were finite, and its loss was
+    that of fp32 within the rounding of the format. A cause is printed once, and from then on only counted. A step
     that is skipped while a dynamic scale settles is no fault. If a replay at a lower scale is finite, the step is only
     counted. One line at the end of fit has both counts.
 
