@@ -62,6 +62,7 @@ test-mutations: $(VENV)/.test
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(if $(wildcard .github),$(BIN)/zizmor --offline --quiet .github)
 	$(BIN)/python tests/check_pins.py
 	$(BIN)/python -m pytest -q -n $(WORKERS) -p no:cacheprovider tests/prose/*.py
@@ -120,7 +121,7 @@ $(VENV)/.test: $(DEPENDS) | $(VENV)/bin/python
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.lint: $(VENV)/.test
-	@echo "Installing ruff, pyright, zizmor and pip-audit into $(VENV)."
+	@echo "Installing ruff, import-linter, pyright, zizmor and pip-audit into $(VENV)."
 	@$(PIP) -c constraints.txt --group lint
 	@touch $@
 

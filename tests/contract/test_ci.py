@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support import fabric, promises
-from support.source import ROOT
 
-REPOSITORY = ROOT.parent
+REPOSITORY = Path(__file__).parents[2]
 
 
 def text_of(name: str) -> str:

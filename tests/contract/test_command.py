@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 from support.scale_runs import scale_run
-from support.source import ROOT
 
 from lightning_amp.cli import main
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = ROOT.parent
+REPOSITORY = Path(__file__).parents[2]
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from pretended import MISSING, MISSING_OF_ANOTHER_TYPE, build, lines
-from support.source import ROOT
 
-REPOSITORY = ROOT.parent
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +69,8 @@ def test_without_it_the_tests_are_skipped_with_the_reason() -> None:
 
 
 def test_the_package_does_not_know_of_it() -> None:
-    assert [path for path in ROOT.rglob("*.py") if "LIGHTNING_AMP_PRETEND" in path.read_text(encoding="utf-8")] == []
+    files = (REPOSITORY / "lightning_amp").rglob("*.py")
+    assert [path for path in files if "LIGHTNING_AMP_PRETEND" in path.read_text(encoding="utf-8")] == []
 
 
 def test_lines_that_name_a_device_are_found() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from support.source import ROOT
 
 import lightning_amp
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def printed_by(code: str) -> str:
@@ -27,7 +29,7 @@ def test_every_public_name_works_and_nothing_else_is_public() -> None:
     public = set(lightning_amp.__all__)
     assert public <= contract
     assert all(getattr(lightning_amp, name).__doc__ for name in public)
-    folders = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith("_")}
+    folders = {p.name for p in (REPOSITORY / "lightning_amp").iterdir() if p.is_dir() and not p.name.startswith("_")}
     for names in (dir(lightning_amp), vars(lightning_amp)):
         assert {n for n in names if not n.startswith("_")} - folders == public - {"__version__"}
     assert all(getattr(lightning_amp, folder).__doc__ for folder in folders)
@@ -35,7 +37,7 @@ def test_every_public_name_works_and_nothing_else_is_public() -> None:
 
 
 def test_the_citation_has_this_version() -> None:
-    citation = (ROOT.parent / "CITATION.cff").read_text(encoding="utf-8")
+    citation = (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {lightning_amp.__version__}\n" in citation
 
 
