@@ -12,7 +12,6 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed.run
@@ -98,18 +97,6 @@ def test_an_example_says_which_package_it_lacks(path: Path, monkeypatch: pytest.
     (package,) = (EXTRA[name] for name in modules)
     with pytest.raises(SystemExit, match=LACKS.format(package)):
         runpy.run_path(str(path))
-
-
-@pytest.mark.slow
-def test_an_example_that_lacks_a_package_prints_one_line(tmp_path: Path) -> None:
-    script = tmp_path / "without.py"
-    script.write_text(
-        "import runpy, sys\nsys.modules['sklearn.datasets'] = None\nrunpy.run_path(sys.argv[1], run_name='__main__')\n",
-        encoding="utf-8",
-    )
-    done = warm.run_script(script, ROOT / "examples" / "vae.py", cwd=tmp_path, env=ONE_THREAD)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(LACKS.format("scikit-learn") + "\n", done.stderr)
 
 
 @pytest.mark.slow
@@ -211,84 +198,6 @@ def test_the_loop_with_fabric_shards_and_resumes(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         with open(tmp_path / folder / "fp16" / "scale_history.csv", newline="", encoding="utf-8") as file:
             assert list(csv.DictReader(file))[-1]["index"] == "39"
-
-
-def digits_example() -> Any:
-    found = importlib.util.spec_from_file_location("digits", ROOT / "examples" / "digits.py")
-    assert found is not None
-    assert found.loader is not None
-    digits = importlib.util.module_from_spec(found)
-    found.loader.exec_module(digits)
-    return digits
-
-
-NOISE = (1.0, 1.02, 0.99, 1.01, 0.98)
-"""Of five rounds."""
-
-
-@pytest.mark.parametrize("slow", [(), ("fp16",), ("bf16", "fp16")])
-def test_the_demo_judges_each_precision_by_its_own_hardware(
-    slow: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digits = digits_example()
-    trained: list[tuple[str, Any]] = []
-
-    def train(precision: str, out: Path, *, size: Any, **_: Any) -> dict[str, Any]:
-        trained.append((precision, size))
-        return {"precision": precision}
-
-    def race(precisions: Any, size: Any, rounds: int) -> dict[str, list[float]]:
-        half_s = {"bf16": 0.016 if size else 0.008, "fp16": 0.016}
-        cost = {"fp32": 0.016, **{name: 0.16 if name in slow else half_s[name] for name in half_s}}
-        noise = dict(zip(precisions, (NOISE, NOISE[::-1], NOISE[1:] + NOISE[:1]), strict=False))
-        return {name: [cost[name] * noise[name][turn] for turn in range(rounds)] for name in precisions}
-
-    monkeypatch.setattr(digits, "matmul_costs", lambda: {n: 40.0 if n in slow else 0.25 for n in ("bf16", "fp16")})
-    monkeypatch.setattr(digits, "train", train)
-    monkeypatch.setattr(digits, "race", race)
-    rows, note = digits.demo(tmp_path, fast=False)
-    assert trained == [(name, digits.SMALL if slow else {}) for name in ("fp32", "bf16", "fp16")]
-    same, undecided, twice = "as fast within 5 %", "speed undecided: 0.95x to 1.06x", "2.0x as fast (1.9 to 2.1)"
-    tenth = {"bf16": "10.0x as slow (9.7 to 10.3)", "fp16": "10.0x as slow (9.5 to 10.6)"}
-    assert [row["speed"] for row in rows] == {
-        (): ["-", twice, undecided], ("fp16",): ["-", same, tenth["fp16"]], ("bf16", "fp16"): ["-", *tenth.values()]
-    }[slow]  # fmt: skip
-    samples = {"fp32": "4,000", "bf16": "4,000" if slow else "8,001", "fp16": "4,000"}
-    assert [row["samples/s"] for row in rows] == ["400" if name in slow else samples[name] for name in samples]
-    assert note.splitlines() == [
-        "Speed against fp32, 99 % interval: 5 rounds of 6 steps in each precision, in turn.",
-        *{
-            (): [],
-            ("fp16",): [
-                "On this CPU a matrix product takes 40 times as long in fp16 as in fp32."
-                " The demo therefore trains a small model.",
-                f"The full model (256 wide, 3 blocks) in bf16: {twice}.",
-                "Slower than fp32 on this CPU: fp16.",
-            ],
-            ("bf16", "fp16"): [
-                "On this CPU a matrix product takes 40 times as long in bf16 and 40 times as long in fp16 as in fp32."
-                " The demo therefore trains a small model.",
-                "Slower than fp32 on this CPU: bf16 and fp16. Train in fp32 here.",
-            ],
-        }[slow],
-    ]
-
-
-def test_the_demo_turns_the_order_of_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    digits = digits_example()
-    order: list[str] = []
-
-    class Trainer:
-        def __init__(self, plugins: Any, callbacks: Any, **_: Any) -> None:
-            order.append(plugins[0].precision)
-            callbacks[0].seconds = [9.0, 9.0, 1.0, 1.0, 1.0, 1.0]  # the first two warm up
-
-        def fit(self, *_: Any, **__: Any) -> None: ...
-
-    monkeypatch.setattr(digits.L, "Trainer", Trainer)
-    assert digits.race(("fp32", "bf16"), {"width": 64, "depth": 1}, 2) == {"fp32": [1.0, 1.0], "bf16": [1.0, 1.0]}
-    assert order == [order[0], order[1], order[1], order[0]]
-    assert order[0] != order[1]
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ that can be imported, `<!-- not run: needs apex -->` nowhere. Both are compiled 
 
 from __future__ import annotations
 
-import contextlib
 import re
 import runpy
 import sys
@@ -139,29 +138,3 @@ def test_a_wrong_block_fails_and_names_its_line(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         run_blocks(document)
     assert caught.traceback[-1].lineno + 1 == 10
-
-
-@pytest.mark.usefixtures("in_tmp_path")
-@pytest.mark.parametrize(
-    ("marker", "runs"),
-    [
-        ("<!-- needs pytest -->", True),
-        ("<!-- needs no_such_package -->", False),
-        ("<!-- not run: needs pytest -->", False),
-        ("<!-- not run: too slow -->", True),  # no marker
-        ("<!-- needs no_such_package -->\n", True),  # not the line before
-    ],
-)
-def test_a_marked_block(tmp_path: Path, marker: str, runs: bool) -> None:
-    document = tmp_path / "marked.md"
-    document.write_text(f"{marker}\n```python\n1 / 0\n```\n", encoding="utf-8")
-    with pytest.raises(ZeroDivisionError) if runs else contextlib.nullcontext():
-        run_blocks(document)
-
-
-@pytest.mark.usefixtures("in_tmp_path")
-def test_a_marked_block_is_compiled(tmp_path: Path) -> None:
-    document = tmp_path / "marked.md"
-    document.write_text("<!-- not run: needs no_such_package -->\n```python\n1 +\n```\n", encoding="utf-8")
-    with pytest.raises(SyntaxError):
-        run_blocks(document)
