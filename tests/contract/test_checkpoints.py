@@ -77,41 +77,9 @@ def test_it_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert "`growth_interval=7`, as passed, is used; the checkpoint had 50." in caplog.text
 
 
-@pytest.mark.parametrize("before", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("after", ["fp32", "bf16", "fp16"])
-def test_the_precision_may_change(before: str, after: str, tmp_path: Path) -> None:
-    def make(precision: str) -> AmpPrecision:
-        return AmpPrecision(precision, scaler=DynamicLossScaler(256.0) if precision == "fp16" else None)
-
-    path = half(make(before), tmp_path / "a.ckpt", poison=())
-    plugin = make(after)
-    rest(plugin, path)
-    assert plugin.num_steps == 8
-    assert (plugin.scaler is None) == (after != "fp16")
-
-
 @promise(28, stock="Scalars are not")
 def test_k_folds_start_fresh(plugins: Plugins) -> None:
     plugin = plugins.fp16(256.0)
     for _ in range(2):
         fit(toy, plugin, batches(4), callbacks=[Poison(gradient=[0, 2])])
         torch.testing.assert_close(plugin.scaler.get_scale(), 64.0)
-
-
-def test_forty_steps_are_twenty_and_twenty(tmp_path: Path) -> None:
-    """Overflow on both sides, with growth tracker and hysteresis in the middle of their counts."""
-    poison = (3, 17, 19, 25, 33)
-
-    def make() -> AmpPrecision:
-        return AmpPrecision("fp16", scaler=DynamicLossScaler(256.0, growth_interval=4, hysteresis=2))
-
-    whole = make()
-    trainer = fit(toy, whole, batches(20), max_epochs=2, callbacks=[Poison(gradient=poison)])
-    first = fit(toy, make(), batches(20), callbacks=[Poison(gradient=[p for p in poison if p < 20])])
-    first.save_checkpoint(tmp_path / "half.ckpt")
-    resumed = make()
-    poisoned = Poison(gradient=[p - 20 for p in poison if p >= 20])
-    again = fit(toy, resumed, batches(20), max_epochs=2, callbacks=[poisoned], ckpt_path=tmp_path / "half.ckpt")
-    assert_same(again, trainer)
-    assert resumed.last_step == whole.last_step
-    assert (resumed.num_steps, resumed.num_skipped) == (whole.num_steps, whole.num_skipped) == (35, 5)

@@ -30,21 +30,6 @@ def contestant(label: str, module: Any = None, **settings: Any) -> Contestant:
     return Contestant(label, lambda: (module or Toy(), AmpPrecision("fp32")), **settings)
 
 
-def test_contestants_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: list[str] = []
-    real = Contestant.round
-
-    def noted(self: Contestant, *args: Any) -> None:
-        turns.append(self.label)
-        real(self, *args)
-
-    monkeypatch.setattr(Contestant, "round", noted)
-    monkeypatch.setattr(_race, "_ROUNDS", (3, 3, 3))
-    found = race([contestant("a"), contestant("b")], TRACK)
-    assert turns == ["a", "b", "b", "a", "a", "b"]
-    assert [(v.label, len(v.step_s), v.error) for v in found] == [("a", 3, ""), ("b", 3, "")]
-
-
 def test_one_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fails(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -61,14 +46,6 @@ def test_one_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch
         ("b", 2, ""),
         ("c", 0, "there was not enough memory"),
     ]
-
-
-def test_the_budget_ends_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_race, "_ROUNDS", (1, 9, 18))
-    monkeypatch.setattr(_race, "_BUDGET_S", 0.0)
-    told: list[str] = []
-    assert len(race([contestant("a")], TRACK, say=told.append)[0].step_s) == 1
-    assert told == ["round 1 of 9 at most, 1 variant"]
 
 
 @pytest.mark.parametrize(

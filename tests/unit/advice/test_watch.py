@@ -77,18 +77,6 @@ def test_each_part_has_its_own_time() -> None:
     assert sum(seen.parts.values()) < 0.4
 
 
-def test_validation_is_no_part_of_a_step() -> None:
-    class Validates(Toy):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            time.sleep(0.5)
-
-        def val_dataloader(self) -> Any:
-            return batches(1)
-
-    _, seen, _ = watched(Validates(), loader=batches(5))
-    assert 4 * sum(seen.parts.values()) < 0.5
-
-
 def test_steps_are_timed_after_the_loss_scale_has_settled() -> None:
     scaler = DynamicLossScaler(init_scale=2.0**24)
     _, seen, trainer = watched(Toy(), AmpPrecision("fp16", scaler=scaler))
@@ -112,13 +100,6 @@ def test_manual_optimization_and_accumulation() -> None:
     for _, seen, _ in (watched(Manual()), watched(Toy(), accumulate_grad_batches=2)):
         parts = [o.part for o in seen.recorded.operations]
         assert {FORWARD, BACKWARD, OPTIMIZER} <= set(parts)
-
-
-def test_nothing_stays_on_the_module_or_the_optimizer() -> None:
-    module = Toy()
-    *_, trainer = watched(module)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-    assert all(not o._optimizer_step_pre_hooks for o in trainer.optimizers)
 
 
 def test_the_loader_and_its_start_at_each_epoch() -> None:
@@ -201,14 +182,6 @@ def test_batches_of_validation_are_not_kept() -> None:
 class Fails(Toy):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         raise KeyError
-
-
-@pytest.mark.parametrize("kind", [Doubling, Toy])
-def test_the_hook_of_the_class_is_back_after_a_fit(kind: type[LightningModule]) -> None:
-    module = kind()
-    watch, *_ = watched(module, loader=FOUR)
-    assert watch.batches
-    assert HOOK not in vars(module)
 
 
 def test_the_hook_of_an_instance_is_back_after_a_fit() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zoo.executors import Inline, Job, compare, trained_there
+from zoo.executors import Inline, compare, trained_there
 
 from lightning_amp.compare import _executors, _process
 
@@ -101,9 +101,3 @@ def test_an_interrupt_cancels_what_is_queued(tmp_path: Path) -> None:
         compare(Cancels(change), ("fp32", "bf16", "fp16"), dirpath=tmp_path)
     assert cancelled == [2]
     assert [path.name for path in tmp_path.glob("*.json")] == ["fp32-seed0.json"]
-
-
-def test_a_wrong_margin_ends_the_comparison() -> None:
-    with pytest.raises(ValueError, match="got 'val_los'"):
-        compare(Inline(), margins={"val_los": 0.1})
-    assert Job(lambda: 1).result() == 1

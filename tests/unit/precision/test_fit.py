@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, FEATURES, CountReads, Poison, Toy, assert_same, batches, fit, scaled_fp32
+from support import DEVICE, FEATURES, Toy, assert_same, batches, fit, scaled_fp32
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
@@ -61,34 +61,12 @@ def plugin(precision: str) -> AmpPrecision:
     return AmpPrecision(precision, scaler=DynamicLossScaler(64.0) if precision == "fp16" else None)
 
 
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("manual", [False, True])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_an_optimizer_that_takes_no_closure_trains_and_skips_as_any_other(precision: str, manual: bool) -> None:
-    ours, reference = plugin(precision), plugin(precision)
-    trainer = fit(lambda: Steps(TakesNoClosure, manual), ours, callbacks=[Poison(gradient=[0, 3])])
-    assert_same(trainer, fit(lambda: Steps(sgd, manual), reference, callbacks=[Poison(gradient=[0, 3])]))
-    assert (ours.num_steps, ours.num_skipped) == (6, 2)
-    assert ours.state_dict() == reference.state_dict()
-    assert trainer.lightning_module.outputs.count("stepped") == 6
-    assert len(trainer.optimizers[0].got) == 6  # it is not even called
-
-
 @pytest.mark.parametrize("manual", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_keywords_of_a_step_reach_the_optimizer(precision: str, manual: bool) -> None:
     trainer = fit(lambda: Steps(TakesNoClosure, manual, something=3), plugin(precision), batches(2))
     assert trainer.optimizers[0].got == [3, 3]
     assert trainer.lightning_module.outputs == ["stepped"] * 2
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_skipped_step_returns_what_its_closure_did(precision: str) -> None:
-    """It returns the loss, as an applied step does."""
-    outputs = fit(lambda: Steps(sgd, False), plugin(precision), batches(2), callbacks=[Poison(gradient=[0])])
-    first, second = outputs.lightning_module.outputs
-    assert first.isfinite()
-    assert second.isfinite()
 
 
 class Closure(Toy):
@@ -146,41 +124,3 @@ class OwnLoss(Toy):
 def test_a_backward_that_fails_has_ended() -> None:
     """Otherwise the plugin would take all later gradients for scaled ones, and refuse to step."""
     assert_same(fit(OwnLoss, scaled_fp32(init_scale=64.0), batches(2)), fit(OwnLoss, None, batches(2)))
-
-
-class TwoByHand(Toy):
-    """Clips and steps two optimizers by hand. A non-finite loss must not change its BatchNorm."""
-
-    def __init__(self, fused: bool, loss_is_bad: bool) -> None:
-        super().__init__(net=nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
-        self.automatic_optimization = False
-        self.fused, self.loss_is_bad = fused, loss_is_bad
-        self.waits: list[int] = []
-
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        self.reads = CountReads().__enter__()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-            loss = self.loss(batch) * (torch.inf if self.loss_is_bad and batch_idx == 2 else 1.0)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            self.clip_gradients(optimizer, gradient_clip_val=0.5)
-            optimizer.step()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.reads.__exit__(None, None, None)
-        self.waits.append(self.reads.count)
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.net[i].parameters(), lr=0.05, fused=self.fused) for i in (0, 2)]
-
-
-@pytest.mark.parametrize("bad", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_host_waits_once_for_each_step_that_is_not_fused(device: torch.device, fused: bool, bad: bool) -> None:
-    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(64.0))
-    module = TwoByHand(fused, bad)
-    fit(module, plugin, batches(5))
-    assert module.waits == [0 if fused or device.type == "cpu" else 2] * 5
-    assert plugin.num_skipped == 2 * bad
