@@ -66,12 +66,6 @@ def test_only_what_is_needed_is_imported(arguments: list[str], imported: str, hi
     assert "\x1b" not in done.stdout
 
 
-def test_wrong_use() -> None:
-    done = run("scale", "no such file")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("lightning-amp scale: there is no file `no such file`; FILE is a file")
-
-
 @pytest.mark.parametrize("command", [["scale", "RUN"], ["compare", "--model", "a.B", "--data", "a.C"]])
 def test_without_the_extra_one_line_says_what_to_install(command: list[str], history: str) -> None:
     code = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -197,14 +196,6 @@ def test_a_part(runs: list[Run], status: int, out: str, command: Any, compared: 
 def test_ctrl_c(arguments: list[str], line: str, command: Any, compared: Any) -> None:
     compared.outcome = KeyboardInterrupt()
     assert command("compare", *BOTH, *arguments) == (130, "", f"lightning-amp compare: {line}\n")
-
-
-def test_on_a_terminal_it_is_laid_out(command: Any, compared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    _, out, _ = command("compare", *BOTH)
-    assert "| ---" not in out
-    assert "fp32 (reference)" in out
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------------

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_amp.cli._errors import UsageError
-from lightning_amp.cli._output import check_output, json_writer, note, require_extra, save, show, write
+from lightning_amp.cli._output import check_output, json_writer, note, save, show, write
 
 
 @pytest.fixture(autouse=True)
@@ -71,21 +68,7 @@ def test_a_note_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "left out\n")
 
 
-def test_a_missing_extra_is_named() -> None:
-    require_extra("json", "rich")
-    with pytest.raises(UsageError, match=r"this needs no_such_library, .* run `pip install .*rich`"):
-        require_extra("json", "no_such_library")
-
-
 # -- files -------------------------------------------------------------------------------------------------------------
-
-
-def test_json_has_no_nan(tmp_path: Path) -> None:
-    data: Any = {"a": [1.0, math.nan, (math.inf, -math.inf)], "b": {"c": None, 3: True}}
-    save("--json", str(tmp_path / "new" / "x.json"), json_writer(data))
-    text = (tmp_path / "new" / "x.json").read_text()
-    assert json.loads(text, parse_constant=pytest.fail) == {"a": [1.0, None, [None, None]], "b": {"c": None, "3": True}}
-    assert text.endswith("}\n")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such pipes")

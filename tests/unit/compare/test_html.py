@@ -89,11 +89,6 @@ def test_a_page_is_whole_and_alone(name: str) -> None:
                 assert arm.is_reference or f"{label}, {metric.name}: {metric.verdict}" in shown
 
 
-def test_the_same_report_is_the_same_page() -> None:
-    report = make_report()
-    assert page(report.plan, report.arms) == page_of("usual")
-
-
 def test_the_colours_of_the_charts_are_variables_of_the_style_sheet() -> None:
     text = page_of("usual")
     charts = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
@@ -126,11 +121,6 @@ def test_names_are_text_and_control_characters_are_left_out() -> None:
     text.encode("utf-8")
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text)
     assert "半精度 🔥" in text
-
-
-def test_it_is_written_to_a_file(tmp_path: Path) -> None:
-    REPORTS["hostile"]().to_html(tmp_path / "new" / "report.html")
-    assert (tmp_path / "new" / "report.html").read_text(encoding="utf-8") == page_of("hostile")
 
 
 @pytest.mark.parametrize("library", ["jinja2", "matplotlib"])

@@ -84,22 +84,6 @@ def test_an_empty_history() -> None:
         history[0]
 
 
-def test_index_and_repr() -> None:
-    history = ScaleHistory()
-    history.extend(scale_records({3: "gradient", 5: "loss"}, 2000))
-    records = list(history)
-    assert [history[i] for i in range(-4, 4)] == [records[i] for i in range(-4, 4)]
-    assert (history[1].index, history[-1].index, history[-1]) == (3, 1999, history.last)
-    assert history[1:3] == records[1:3]
-    assert history[::-1] == records[::-1]
-    with pytest.raises(IndexError):
-        history[4]
-    assert repr(history) == f"ScaleHistory(4 records: {history.summary()})"
-    one = ScaleHistory()
-    one.extend(scale_records({}, 1))
-    assert repr(one).startswith("ScaleHistory(1 record: 0 of 1 steps skipped; scale 1024 ")
-
-
 def test_precisions_come_back_from_a_file_and_a_checkpoint(tmp_path: Path) -> None:
     """The run was resumed in another precision."""
     history, again = ScaleHistory(), ScaleHistory()

@@ -42,11 +42,6 @@ def test_a_straight_line(fixed: float, first: int) -> None:
     assert len(run) <= 6
 
 
-def test_two_sizes_and_the_one_that_they_lead_to() -> None:
-    assert search(lambda b: 0.2 + 0.001 * b, 1.0, first=100) == (800, [100, 200, 800])
-    assert search(lambda b: 0.5 + 0.001 * b, 1.5, first=1000) == (1000, [1000, 2000])
-
-
 FLAT_AT_FIRST = [partial(lambda kink, b: max(kink, 0.05 + 0.0005 * b), kink) for kink in (0.1, 0.3, 0.6)]
 """The optimizer's step needs more memory than small batches."""
 
@@ -84,23 +79,6 @@ def test_the_rows_end_before_the_memory_does(most: int, first: int) -> None:
     found, run = search(lambda b: 0.1 + 0.001 * b, 1.0, first, most)
     assert found == most
     assert len(run) <= 4
-
-
-def test_nothing_fits() -> None:
-    found, run = search(lambda b: 2.0 + 0.1 * b, 1.0, first=64)
-    assert found == 0
-    assert run[-1] == 1
-    assert len(run) <= 4
-
-
-def test_one_row_fits() -> None:
-    found, run = search(lambda b: 0.5 + 0.4 * b, 1.0, first=64)
-    assert found == 1
-    assert len(run) <= MOST_RUNS
-
-
-def test_memory_without_rows_in_it_ends_with_the_rows_or_the_runs() -> None:
-    assert search(lambda b: 0.3, 1.0, first=32, most=1000)[0] == 1000
 
 
 def test_sizes_are_multiples_of_eight_from_64_on() -> None:

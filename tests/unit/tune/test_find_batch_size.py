@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,12 +144,6 @@ def test_all_fail(sizes: list[str]) -> None:
         lightning_amp.find_batch_size(Never, fifty, memory_limit_gib=1, trainer_kwargs=CPU)
 
 
-@pytest.mark.slow
-def test_a_limit_below_the_smallest_batch(sizes: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"the smallest batch; in fp32 a batch of 1 .* in bf16 a batch of 1 "):
-        lightning_amp.find_batch_size(Wide, fifty, memory_limit_gib=1e-6, trainer_kwargs=CPU)
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -172,21 +165,3 @@ def test_wrong_arguments_run_nothing(kwargs: Any, message: str, sizes: list[str]
     with pytest.raises(ValueError, match=message):
         lightning_amp.find_batch_size(**arguments)
     assert sizes == []
-
-
-def test_not_inside_of_a_run(sizes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_AMP_ARM", "1")
-    with pytest.raises(RuntimeError, match="`find_batch_size` was called while the process of an arm imported this"):
-        lightning_amp.find_batch_size(Wide, Rows, memory_limit_gib=1)
-
-
-def test_it_says_what_goes_on(sizes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    lightning_amp.find_batch_size(Wide, fifty, memory_limit_gib=1, trainer_kwargs=CPU)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[")]
-    assert [line.partition(" GiB")[0].rpartition(":")[0] for line in lines] == [
-        "[1/6] fp32, batch size 50", "[2/6] bf16, batch size 50",
-    ]  # fmt: skip
-
-
-def test_it_is_found_by_its_name() -> None:
-    assert lightning_amp.find_batch_size is sys.modules["lightning_amp.tune"].find_batch_size
