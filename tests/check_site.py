@@ -1,19 +1,16 @@
 """Check the documentation that `make docs` built: `python tests/check_site.py docs/_build/html`.
 
 Every internal link has a target, and pages load nothing from other sites. Every public name and every symptom is at
-most two clicks from the first page, and the search finds it. For words that readers type, the search shows the right
-page first.
+most two clicks from the first page, and the search finds it.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import lightning_amp
@@ -28,46 +25,6 @@ ELSEWHERE = ("http:", "https:", "//")
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 NOT_LOADED = {"canonical", "next", "prev", "search", "index"}
 BUILT_BY_SPHINX = {"genindex.html", "search.html", "py-modindex.html"}
-FIRST_HITS = {
-    "huggingface": "howto/huggingface",
-    "lora": "howto/huggingface",
-    "hugging face lora": "howto/huggingface",
-    "yaml": "howto/yaml",
-    "tensorboard": "howto/loggers",
-    "csv": "howto/loggers",
-    "plot loss scale": "howto/loggers",
-    "loss scale csv": "howto/loggers",
-    "wandb": "howto/loggers",
-    "keep layer in fp32": "howto/keep_layer_fp32",
-    "exclude layer": "howto/keep_layer_fp32",
-    "evaluate in fp32": "howto/evaluate_fp32",
-    "validation fp32": "howto/evaluate_fp32",
-    "clip fused": "howto/clip_fused",
-    "two optimizers": "howto/two_optimizers",
-    "resume 16-mixed": "howto/resume_16_mixed",
-    "resume checkpoint 16-mixed": "howto/resume_16_mixed",
-    "load lightning checkpoint": "howto/resume_16_mixed",
-    "fsdp2": "howto/fsdp2",
-    "fabric": "howto/fabric",
-    "lightning fabric": "howto/fabric",
-    "litgpt": "migration/fabric",
-    "own loop": "howto/own_loop",
-    "plain pytorch": "howto/own_loop",
-    "accelerate": "migration/accelerate",
-    "fp8": "howto/train_fp8",
-    "notebook": "howto/notebook",
-    "jupyter notebook": "howto/notebook",
-    "slurm": "howto/compare_many_devices",
-    "dask": "howto/compare_many_devices",
-    "several gpus": "howto/compare_many_devices",
-    "job array": "howto/compare_many_devices",
-    "nan": "guide/symptoms",
-    "out of memory": "guide/batch_size",
-    "not faster": "guide/doctor",
-    "loss scale": "glossary",
-    "headroom": "glossary",
-}
-"""Words that readers type into the search, and the page that must come first."""
 
 
 class Page(HTMLParser):
@@ -155,30 +112,6 @@ class Site:
         index = (self.root / "searchindex.js").read_text(encoding="utf-8")
         yield from (f"the search does not know {name}" for name in PUBLIC if name.rpartition(".")[2] not in index)
 
-    def wrong_first_hits(self) -> Iterator[str]:
-        text = (self.root / "searchindex.js").read_text(encoding="utf-8") or '{"indexentries": {}}'
-        index = json.loads(text[text.index("{") : text.rindex("}") + 1])
-        for query, page in FIRST_HITS.items():
-            if (found := first_hit(index, query)) != page:
-                yield f"the search for {query!r} finds {found or 'no entry of an index directive'} first, not {page}"
-
-
-def first_hit(index: Mapping[str, Any], query: str) -> str:
-    """Return the page that Sphinx's search shows first, by the rules of `searchtools.js`; empty if no entry decides.
-
-    An entry of an index directive that is marked with `!` scores 100, times the share of it that the query makes up,
-    from one half on. Titles, objects and words in the text score less than 50 together. Equal scores are ordered by
-    the titles of the pages.
-    """
-    hits = [
-        (-round(100 * len(query) / len(entry)), index["titles"][page].lower(), index["docnames"][page])
-        for entry, places in index["indexentries"].items()
-        if query in entry and len(query) >= len(entry) / 2
-        for page, _, is_main in places
-        if is_main
-    ]
-    return min(hits)[2] if hits else ""
-
 
 def problems(root: Path) -> list[str]:
     site = Site(root)
@@ -190,7 +123,6 @@ def problems(root: Path) -> list[str]:
         *site.private_types(),
         *site.too_far(),
         *site.not_in_the_search(),
-        *site.wrong_first_hits(),
     ]
 
 

@@ -8,10 +8,9 @@ import pytest
 
 from benchmarks import _processes
 from benchmarks._machine import RESULTS, Machine
-from benchmarks.evidence.__main__ import main
 from benchmarks.evidence._collection import Collection
 from benchmarks.evidence._page import page
-from benchmarks.evidence._parts import Part, parts
+from benchmarks.evidence._parts import Part
 from benchmarks.evidence._record import read
 
 MACHINE = Machine("a device", ("torch 2.11.0",))
@@ -32,14 +31,6 @@ def test_what_a_part_printed_is_on_the_page_and_is_not_done_again(
         assert words in text
     monkeypatch.setattr(_processes, "wait", lambda *args: pytest.fail("a process was started"))
     Collection(MACHINE, tmp_path, commit="abc", limit_s=600.0).go(wanted, retry=False)
-
-
-def test_every_part_fits_into_one_call_and_the_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert max(part.estimated_s for part in parts("cuda", tiny=False)) < 540
-    assert main(["--list"]) == 0
-    assert "minutes on an H200" in capsys.readouterr().out
-    assert main(["--tiny", "--out", str(RESULTS / "evidence")]) == 2
-    assert "is a rehearsal" in capsys.readouterr().err
 
 
 def test_the_published_page_is_that_of_the_published_records() -> None:

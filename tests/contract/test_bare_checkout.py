@@ -71,23 +71,6 @@ def test_the_benchmarks_can_be_started(environment: dict[str, str]) -> None:
     assert run(environment, ROOT, "-c", code).split() == modules != []
 
 
-@pytest.mark.slow
-def test_the_headline_benchmark_can_be_started(environment: dict[str, str], tmp_path: Path) -> None:
-    assert "resnet50, our bf16" in run(environment, ROOT, "-m", "benchmarks.headline", "--list")
-    out = tmp_path / "headline.json"
-    run(environment, ROOT, "-m", "benchmarks.headline", "--page-only", "--out", str(out))
-    assert "Not yet measured" in out.with_suffix(".md").read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_the_evidence_can_be_collected(environment: dict[str, str], tmp_path: Path) -> None:
-    assert "tests/gpu/test_cuda.py" in run(environment, ROOT, "-m", "benchmarks.evidence", "--list")
-    run(environment, ROOT, "-m", "benchmarks.evidence", "--page-only", "--out", str(tmp_path))
-    assert "Not yet measured" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
-    for part in ("_comparison", "_doctor"):
-        run(environment, ROOT, "-c", f"import benchmarks.evidence.{part}")
-
-
 def test_the_process_that_hands_out_the_tests_needs_no_torch() -> None:
     """Yield while the test workers wait, so that the subprocess has the machine to itself."""
     code = "import sys, conftest; print(*{'torch', 'lightning', 'lightning_amp', 'support'} & set(sys.modules))"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretended import MISSING, MISSING_OF_ANOTHER_TYPE, build, lines
+from pretended import MISSING, MISSING_OF_ANOTHER_TYPE, build
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -71,15 +71,6 @@ def test_without_it_the_tests_are_skipped_with_the_reason() -> None:
 def test_the_package_does_not_know_of_it() -> None:
     files = (REPOSITORY / "lightning_amp").rglob("*.py")
     assert [path for path in files if "LIGHTNING_AMP_PRETEND" in path.read_text(encoding="utf-8")] == []
-
-
-def test_lines_that_name_a_device_are_found() -> None:
-    source = (
-        'def f(device: "cuda"):\n    """cpu"""\n    if device.type == "cuda":\n        return torch.mps.x()\n'
-        '    return torch.zeros(2,\n        device="cpu")\n'
-    )
-    assert sorted(set(lines.device_lines(source))) == [3, 4, 5]
-    assert list(lines.device_lines('x: Literal["cpu"] = 1\n"cpu"\ny = torch.ones(2)\n')) == []
 
 
 def test_needs_are_named_once() -> None:

@@ -34,10 +34,6 @@ class _WithTorch(importlib.abc.MetaPathFinder):
         return spec
 
 
-if os.environ.get("COVERAGE_PROCESS_START"):  # lines.py reports which lines ran
-    import coverage
-
-    coverage.process_startup()
 if os.environ.get("LIGHTNING_AMP_PRETEND"):
     # At exit, stopping the device's backward threads races with the end of Python itself.
     os.environ.setdefault("TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT", "0")
