@@ -134,18 +134,6 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the findings about planted faults, if they were asked for: `-k diseases`."""
-    if "diseases" not in (config.getoption("keyword") or ""):
-        return
-    from lightning_amp._plain_data import Table
-
-    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
-    rows = [value for report in reports for key, value in getattr(report, "user_properties", []) if key == "disease"]
-    if rows:
-        terminalreporter.write_line(str(Table(["fault", "named", "cure", "worked"], rows)))
-
-
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Return the device of the test's tensors."""

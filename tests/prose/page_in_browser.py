@@ -90,35 +90,3 @@ def test_what_is_written_is_seen(looked: tuple[dict[View, dict[str, Any]], str])
 
 def test_the_usual_report_takes_two_sheets_of_paper(browser: Browser, pages: dict[str, str], tmp_path: Path) -> None:
     assert browser.num_printed_pages(pages["usual"], tmp_path) == 2
-
-
-BAD = {
-    "wide": ('<p style="width: 500px">x</p>', "scrolls sideways"),
-    "faint": ('<p style="color: #999; background: white">x</p>', "faint text"),
-    "pale": ('<p style="opacity: 0.4">x</p>', "faint text"),
-    "cut": (
-        '<svg role="img" aria-label="x" viewBox="0 0 9 9" width="99" style="overflow: visible">'
-        '<title>x</title><text x="-9" y="5" font-size="2">x</text></svg>',
-        "cut labels",
-    ),
-    "overlapping": (
-        '<svg role="img" aria-label="x" viewBox="0 0 99 99" width="99">'
-        '<title>x</title><text x="9" y="50">abc</text><text x="12" y="52">abc</text></svg>',
-        "labels on labels",
-    ),
-    "unlabelled": ('<svg viewBox="0 0 9 9"></svg>', "pictures without a name"),
-    "loading": ('<div style="background: url(http://example.invalid/x.png)">x</div>', "loads"),
-    "attacked": ("<script>document.documentElement.id = 'attacked'; throw 1</script>", "a script ran"),
-    "linked": ('<a href="#x">x</a>', "has links"),
-}
-
-
-def test_a_bad_page_is_found(browser: Browser, tmp_path: Path) -> None:
-    pages = {name: f"<!DOCTYPE html><title>x</title><body><p>x</p>{text}</body>" for name, (text, _) in BAD.items()}
-    pages["good"] = "<!DOCTYPE html><title>x</title><body><p>x</p></body>"
-    views = [View(name, PHONE) for name in pages]
-    found, console = browser.look(pages, views, tmp_path)
-    assert problems(found[View("good", PHONE)], View("good", PHONE)) == []
-    for name, (_, text) in BAD.items():
-        assert any(text in problem for problem in problems(found[View(name, PHONE)], View(name, PHONE))), name
-    assert "Uncaught" in console

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_amp.cli._errors import UsageError
-from lightning_amp.cli._output import check_output, json_writer, note, save, show, write
+from lightning_amp.cli._output import check_output, json_writer, save, show, write
 
 
 @pytest.fixture(autouse=True)
@@ -40,17 +40,6 @@ def test_a_narrow_encoding_gets_question_marks(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "out").read_text() == "na?ve\n"
 
 
-def test_a_closed_pipe_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    file = os.fdopen(writing, "w")
-    monkeypatch.setattr(sys, "stdout", file)
-    with pytest.raises(BrokenPipeError):
-        write("text")
-    with pytest.raises(BrokenPipeError):
-        file.close()
-
-
 def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         encoding = "utf-8"
@@ -61,11 +50,6 @@ def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Full())
     with pytest.raises(UsageError, match="output cannot be written: .*No space left"):
         write("text")
-
-
-def test_a_note_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    note("left out")
-    assert capsys.readouterr() == ("", "left out\n")
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -88,12 +72,6 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     save("--json", str(tmp_path / "link.json"), json_writer(1))
     assert (tmp_path / "link.json").is_symlink()
     assert (tmp_path / "target").read_text() == "1\n"
-
-
-def test_a_writer_that_adds_a_suffix(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    save("--plot", str(tmp_path / "link"), lambda path: Path(f"{path}.png").write_text("picture"))
-    assert (tmp_path / "target").read_text() == "picture"
 
 
 @pytest.mark.parametrize("error", [OSError("no room"), ValueError("no such format"), ImportError("no matplotlib")])

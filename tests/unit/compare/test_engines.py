@@ -14,7 +14,7 @@ from zoo.processes import DiesOnce
 
 import lightning_amp
 from lightning_amp import LocalDevices
-from lightning_amp.compare import Comparison, _compare
+from lightning_amp.compare import _compare
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 
@@ -113,13 +113,6 @@ def test_submitit(in_order: Any, tmp_path: Path) -> None:
     report = lightning_amp.compare_precisions(Waves, Sea, **kwargs, executor=executor, dirpath=tmp_path / "kept")
     assert_same(report, in_order[1], 2)
     assert len(list((tmp_path / "kept").glob("*-seed?.json"))) == 2
-
-
-def test_parts(in_order: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compare, "run_in_process", here)
-    for part in (3, 1, 2):
-        assert len(Comparison(Waves, Sea, **KWARGS, dirpath=tmp_path).run_part(part, 3)) == 4
-    assert_same(Comparison(Waves, Sea, **KWARGS, dirpath=tmp_path).collect(), in_order[4], 12)
 
 
 def test_runs_that_are_killed_in_any_moment_fail_and_a_second_call_repeats_them(

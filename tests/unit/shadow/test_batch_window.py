@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from support import fit
 from zoo.overflows import BadRow, fp16, with_bad
 
 from lightning_amp import OverflowLocator
-from lightning_amp.shadow import BatchWindow, _batch_window
+from lightning_amp.shadow import _batch_window
 
 
 def test_a_window_that_is_too_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,25 +16,3 @@ def test_a_window_that_is_too_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> N
     fit(BadRow, fp16(), with_bad(0, 7), accumulate_grad_batches=4, callbacks=[locator])
     assert [(r.batch_idx, r.cause) for r in locator.reports] == [(3, "not reproduced"), (7, "loss")]
     assert locator.reports[0].window == (0, 3)
-
-
-def test_the_span_is_that_of_all_batches_kept_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_batch_window, "_WINDOW_BYTES", 40)
-    window = BatchWindow()
-    for index in range(3):
-        window.add(torch.ones(4), index, "cpu")
-    assert [kept.batch_idx for kept in window.kept] == [1, 2]
-    assert window.span == (0, 2)
-    window.clear()
-    assert not window
-
-
-def test_a_batch_is_copied_once_one_was_edited() -> None:
-    window, batch = BatchWindow(), torch.ones(2)
-    window.add(batch, 0, "cpu")
-    batch.zero_()
-    assert not window.kept[0].is_intact
-    window.add(batch, 1, "cpu")
-    batch.fill_(3)
-    assert window.kept[1].is_intact
-    assert torch.equal(window.kept[1].batch, torch.zeros(2))

@@ -44,34 +44,6 @@ def test_a_head_in_fp32() -> None:
     assert sum(found.values()) == pytest.approx(1.0)
 
 
-def test_the_largest_share_comes_first() -> None:
-    class Small(Toy):
-        def __init__(self) -> None:
-            super().__init__(net=nn.Sequential(nn.Linear(FEATURES, 1), nn.Linear(1, 64), nn.Linear(64, 1)))
-
-    found = shares(Small, "bf16", fp32_modules=["net.0"])
-    assert list(found) == ["bfloat16", "float32"]
-    assert found["bfloat16"] > found["float32"]
-
-
-class Elementwise(Toy):
-    def __init__(self) -> None:
-        super().__init__(net=nn.ParameterList([torch.zeros(FEATURES)]))
-
-    def loss(self, batch: Tensor) -> Tensor:
-        return (batch * self.net[0]).square().mean()
-
-
-class Empty(Toy):
-    def loss(self, batch: Tensor) -> Tensor:
-        return self.net(batch[:0]).sum()
-
-
-@pytest.mark.parametrize("module", [Elementwise, Empty])
-def test_no_products(module: type[Toy]) -> None:
-    assert shares(module, "bf16") == {}
-
-
 def test_it_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     class Looks(Counting):
         def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Tensor, batch_idx: int) -> None:

@@ -43,20 +43,6 @@ def test_closures_in_closures_partials_and_functions_that_call_themselves() -> N
     assert module.values == []
 
 
-def test_a_function_that_has_nothing_of_the_module_is_the_same() -> None:
-    module: Any = Module()
-
-    def later() -> int:
-        return unknown
-
-    module.function, module.later = abs, later
-    copy = copied(module)
-    assert copy.function is abs
-    assert copy.later is later
-    unknown = 3
-    assert copy.later() == 3
-
-
 def test_keywords_defaults_and_marks_of_a_function_stay() -> None:
     module: Any = Module()
 

@@ -65,60 +65,6 @@ def test_toggling_concerns_the_shadow() -> None:
     assert probe(Gan, look).global_step == 2
 
 
-def test_gradients_are_those_of_the_real_step_times_the_scale() -> None:
-    found: list[dict[str, Tensor]] = []
-
-    class Keeps(Toy):
-        def on_after_backward(self) -> None:
-            for name, parameter in self.named_parameters():
-                assert parameter.grad is not None
-                assert torch.equal(parameter.grad * 4, found[-1][name])
-
-    probe(Keeps, lambda trainer, twin, module: found.append(twin.gradients()))
-    assert len(found) == 2
-
-
-def test_batch_hooks_run_before_the_step() -> None:
-    class Hook(Toy):
-        total = 0.0
-
-        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-            batch.mul_(0).add_(1)
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            self.total = float(batch.sum())
-            return self.loss(batch)
-
-    def look(trainer: L.Trainer, twin: TrainingPass, module: Hook) -> None:
-        assert twin.module.total == 32
-
-    probe(Hook, look)
-
-
-def test_backward_runs_outside_of_autocast() -> None:
-    seen: list[bool] = []
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-            seen.append(torch.is_autocast_enabled(DEVICE))
-            return gradient
-
-    class Looks(Manual):
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(Look.apply(self.net(batch).float()).sum())
-            optimizer.step()
-
-    probe(Looks, lambda *_: None)
-    assert seen == [False] * 4
-
-
 @pytest.mark.parametrize("is_watched", [False, True])
 def test_an_overridden_backward_runs(is_watched: bool) -> None:
     """A backward of the user's own may enter a context, such as `loss_parallel`."""

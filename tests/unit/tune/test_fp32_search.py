@@ -78,16 +78,8 @@ def test_what_is_suspected_is_left_out_last() -> None:
     assert guided.num_tried < 0.7 * blind.num_tried
 
 
-def test_nothing_is_needed() -> None:
-    assert search(DEEP, lambda names: True, {}).names == ()
-
-
 def test_nothing_helps() -> None:
     assert search(DEEP, lambda names: False, {}).names is None
-
-
-def test_no_modules() -> None:
-    assert search({"": ()}, lambda names: False, {}).names is None
 
 
 def test_where_all_inside_is_needed_the_module_around_is_named() -> None:
@@ -100,30 +92,6 @@ def test_a_module_around_one_is_not_named_for_it() -> None:
     around = tree({"": ("a", "b"), "a": ("a.inner",)})
     assert search(around, needs("a.inner"), {}).names == ("a.inner",)
     assert search(around, needs("a"), {}).names == ("a",)  # its own code
-
-
-def test_two_ways_that_do_not_behave() -> None:
-    """Either `a` or `b` alone passes, both together fail, and all modules together pass."""
-    legal = [{"a"}, {"b"}, {"a", "b", "c"}]
-    found = search(tree({"": ("a", "b", "c")}), lambda names: set(names) in legal, {})
-    assert names_of(found) in [{"a"}, {"b"}, {"a", "b", "c"}]
-
-    def alone(names: tuple[str, ...]) -> bool:
-        return set(names) in [{"a", "b", "c", "d"}, {"b", "c"}, {"c"}]
-
-    assert search(tree({"": tuple("abcd")}), alone, {"a": 1.0, "b": 2.0, "c": 3.0, "d": 0.0}).names in [
-        ("c",),
-        tuple("abcd"),
-    ]
-
-
-def test_after_the_last_one_that_can_be_left_out_the_others_are_tried_again() -> None:
-    """`b` is needed while `c` is there."""
-
-    def passes(names: tuple[str, ...]) -> bool:
-        return set(names) in [set("abcd"), {"a", "b", "c"}, {"a", "b"}, {"a"}]
-
-    assert search(tree({"": tuple("abcd")}), passes, {"d": 0, "b": 1, "c": 2, "a": 3}).names == ("a",)
 
 
 @pytest.mark.parametrize("most", [12, 20])
