@@ -95,7 +95,9 @@ faults: $(VENV)/.test
 	@PYTHONPATH=tests $(BIN)/python tests/faults/kill.py $(FAULTS_ARGS)
 
 projects: $(VENV)/.projects
-	@PYTHONPATH=tests $(BIN)/python -m projects $(PROJECTS_ARGS)
+	@results=$$(mktemp -d); LIGHTNING_AMP_PROJECTS=$$results $(BIN)/python -m pytest -n $(WORKERS) $(PROJECTS_ARGS) \
+	    tests/projects/test_projects.py; status=$$?; \
+	$(if $(PROJECTS_ARGS),,PYTHONPATH=tests $(BIN)/python -m projects $$results docs/results/projects.md;) exit $$status
 
 clean:
 	rm -rf $(VENV) .versions demo_results comparison_results headline_tiny evidence_tiny docs/_build build dist .pytest_cache .ruff_cache .hypothesis lightning_logs

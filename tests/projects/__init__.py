@@ -9,7 +9,7 @@ To add one, write a function in any file of `families/` that returns a `Setup`; 
 
 It is called once per arm, after `seed_everything(0)`, and must return new objects each time. Keep it to 3 to 8
 optimizer steps of a tiny model, and import optional packages inside it (`needs=("peft",)`: without it, it is skipped).
-`make projects PROJECTS_ARGS="--only gru_cell"` runs it; `judge.py` says what is compared.
+`make projects PROJECTS_ARGS="-k gru_cell"` runs it; `judge.py` says what is compared.
 """
 
 from projects.registry import Project, Setup, all_projects, project

@@ -6,8 +6,6 @@ import contextlib
 import math
 import os
 import tempfile
-import time
-import traceback
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,10 +36,6 @@ class Arm:
     callbacks: bool = False
     init_scale: float | None = None  # the default; lower only to see the gradients of a step that was skipped
 
-    def __str__(self) -> str:
-        extras = " with callbacks" * self.callbacks + f" from scale {self.init_scale}" * (self.init_scale is not None)
-        return f"{self.whose} {self.precision}{extras}"
-
     def plugin(self) -> Any:
         scale = {} if self.init_scale is None else {"init_scale": self.init_scale}
         if self.whose == "plain":
@@ -69,7 +63,6 @@ class Outcome:
     """The results of an arm. A failed arm has its error, and the results until then."""
 
     error: str | None = None
-    traceback: str = ""
     losses: list[float] = field(default_factory=list)
     # per batch, for each optimizer: did a weight of it change, or its state (learning rate 0)?
     moved: list[tuple[bool, ...]] = field(default_factory=list)
@@ -82,7 +75,6 @@ class Outcome:
     predicted: list[str] = field(default_factory=list)  # dtypes
     structure: Facts = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -179,7 +171,6 @@ def run(project: Project, arm: Arm, seed: int = 0, plugin: Any = None) -> Outcom
 
     """
     outcome = Outcome()
-    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, inside(folder), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -190,12 +181,10 @@ def run(project: Project, arm: Arm, seed: int = 0, plugin: Any = None) -> Outcom
             finish(setup, trainer, outcome)
         except Exception as error:
             outcome.error = f"{type(error).__name__}: {error}"
-            outcome.traceback = traceback.format_exc()
         finally:
             leave_manual_modes()
     texts = (f"{w.category.__name__}: {w.message}".replace(os.path.realpath(folder), "") for w in caught)
     outcome.warnings = sorted({text.split("\n")[0] for text in texts})
-    outcome.seconds = time.perf_counter() - start
     return outcome
 
 

@@ -75,7 +75,6 @@ class Result:
     ours_predicts_half: bool = False
     stock_predicts_half: bool = False
     steps: int = 0
-    seconds: float = 0.0
 
     @property
     def ours(self) -> list[Finding]:
@@ -91,7 +90,6 @@ def judge(
     project: Project,
     callbacks: bool = True,
     run: Callable[[Project, Arm], Outcome] = run_arm,
-    tell: Callable[[str], None] = lambda text: None,
 ) -> Result:
     """Run all arms of a project and compare them."""
     result = Result(project.name, project.family, project.description, skipped=project.missing() or "")
@@ -99,11 +97,9 @@ def judge(
         return result
     outcomes: dict[Arm, Outcome] = {}
     for arm in arms(tuple(project.precisions), callbacks):
-        tell(str(arm))
         outcomes[arm] = run(project, arm)
         if arm.whose == "plain" and wrong(outcomes[arm], result):
             return result
-    tell("compare")
     plain = outcomes[Arm("plain")]
     result.steps = plain.steps
     exact(result, "fp32", "is not plain fp32", outcomes[Arm("ours")], plain)
@@ -118,7 +114,6 @@ def judge(
         ours, stock = outcomes[Arm("ours", precision)], outcomes[Arm("stock", precision)]
         compare(result, precision, plain, ours, stock, lower=lambda arm: run(project, arm))
     merge(result)
-    result.seconds = sum(o.seconds for o in outcomes.values())
     return result
 
 
