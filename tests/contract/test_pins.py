@@ -34,19 +34,6 @@ def test_one_that_is_ignored_does_not() -> None:
         )
 
 
-def test_what_need_not_be_ignored_any_more_is_named() -> None:
-    text, failed = judge(report(GOOD), "", {"CVE-2099-1": "a reason"})
-    assert not failed
-    assert "CVE-2099-1, which no pin has any more" in text
-
-
-def test_a_pin_that_nobody_looked_at_is_named_and_does_not_fail() -> None:
-    text, failed = judge(report(GOOD, UNKNOWN), "", {"CVE-2099-1": "a reason"})
-    assert not failed
-    assert "NOT audited, since PyPI does not know them: torch." in text
-    assert "no pin has any more" not in text
-
-
 def test_no_answer_at_all_is_said_and_does_not_fail() -> None:
     down = "Traceback ...\nrequests.exceptions.ProxyError: HTTPSConnectionPool(host='pypi.org', port=443)"
     for printed, complaints in ((report(UNKNOWN), ""), ("", down)):

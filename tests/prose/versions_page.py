@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from versions.specs import DEFAULT, Spec
-from versions.table import Row, Table
+from versions.table import Table
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -69,35 +67,3 @@ def test_make_and_the_workflow_run_the_rows() -> None:
     pinned = next(text for text in DEFAULT if set() < {*Spec.parse(text).requirements} <= {*pins})
     workflow = (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8")
     assert re.findall(r"^          - (\S*python==\S+)$", workflow, re.MULTILINE) == [t for t in DEFAULT if t != pinned]
-
-
-ROW = Row("3.12.1", "2.11.0+cu130", "2.6.1", "1.9.0", "2.5.5", "4000", "80", "0", "7", "2026-11-22", "abc1234")
-
-
-def test_a_row_takes_the_place_of_its_versions(tmp_path: Path) -> None:
-    older = replace(ROW, python="3.10.1", torch="2.8.0", lightning="2.5.5")
-    again = replace(ROW, commit="def5678")
-    (tmp_path / "versions.md").write_text(Table().with_row(ROW).with_row(older).page(), encoding="utf-8")
-    table = Table.read(tmp_path / "versions.md")
-    assert table.rows == (older, ROW)
-    assert table.with_row(again).rows == (older, again)
-
-
-@pytest.mark.parametrize(("passed", "failed", "expected"), [("10", "0", False), ("10", "1", True), ("0", "0", True)])
-def test_no_test_is_a_failure_too(passed: str, failed: str, expected: bool) -> None:
-    assert replace(ROW, passed=passed, failed=failed).has_failed is expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("python==3.12,torch==2.11.0", Spec(("torch==2.11.0",), "3.12")),
-        ("lowest, python==3.10", Spec((), "3.10", lowest=True)),
-        ("torch==2.13.0", Spec(("torch==2.13.0",))),
-    ],
-)
-def test_specs(text: str, expected: Spec) -> None:
-    spec = Spec.parse(text)
-    assert spec == expected
-    assert Spec.parse(str(spec)) == spec
-    assert re.fullmatch(r"[\w.-]+", spec.slug)

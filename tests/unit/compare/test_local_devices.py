@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -210,11 +209,3 @@ def test_a_cancelled_job() -> None:
     assert last.result() == 8
     assert len(calls) == 1
     assert not running.cancel()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="affinity")
-@pytest.mark.cpu
-def test_this_machine() -> None:
-    if torch.accelerator.current_accelerator(check_available=True) is None:
-        assert LocalDevices().num_at_once == 1
-        assert LocalDevices(num=len(os.sched_getaffinity(0))).num_at_once == len(os.sched_getaffinity(0))

@@ -300,12 +300,6 @@ def test_json_is_the_source(kind: str, tmp_path: Path) -> None:
     assert path.read_text() == first
 
 
-def test_a_url(folder_url: str) -> None:
-    report = make_report(2, 1)
-    report.to_json(f"{folder_url}/report.json")
-    assert str(PrecisionReport.from_json(f"{folder_url}/report.json")) == str(report)
-
-
 GOOD: dict[str, Any] = {
     "format": 2,
     "plan": to_data(make_plan(["fp32", "bf16"], 1)),

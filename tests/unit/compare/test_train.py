@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins import MixedPrecision
 from zoo.compared import FailsInFp16, Sea, Waves, by_hand, here, not_a_module, raises, spec
 
 from lightning_amp import AmpPrecision, MetricComparison, ScaleMonitor
-from lightning_amp.compare import Margin
 from lightning_amp.compare._train import train
 
 PLUGINS: dict[str, tuple[Any, Any]] = {
@@ -45,11 +41,6 @@ def test_its_values_are_those_of_a_run_by_hand_bit_for_bit(name: str, tmp_path: 
             trainer.precision_plugin.num_skipped,
         )
     assert run.num_steps + run.num_skipped == 24
-
-
-def test_another_seed_is_another_run(tmp_path: Path) -> None:
-    run = here(spec(tmp_path))
-    assert [p.value for p in run.curves["val_loss"]] != by_hand(AmpPrecision("fp32"), seed=4).notes["val_loss"]
 
 
 def test_the_control_is_the_reference_but_for_its_last_bits(tmp_path: Path) -> None:
@@ -90,12 +81,6 @@ def test_the_users_own_monitors_are_taken(tmp_path: Path) -> None:
     assert run.error is None
     assert run.same_weights["val_loss"][0] != run.curves["val_loss"][-1].value  # over one batch of two
     assert run.num_steps == 24
-
-
-def test_a_single_callback(tmp_path: Path) -> None:
-    run = here(spec(tmp_path, callbacks=EarlyStopping("val_loss", patience=0, min_delta=100.0), max_epochs=9))
-    assert run.error is None
-    assert len(run.curves["val_loss"]) == 2
 
 
 def test_a_failure_is_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,21 +189,3 @@ def test_data_without_a_length(tmp_path: Path) -> None:
     run = here(spec(tmp_path, data=Streams, max_epochs=1, limit_train_batches=20))
     assert run.error is None
     assert len(run.samples_per_s) == len(run.step_s) > 0
-
-
-@pytest.mark.parametrize(
-    ("margins", "says"),
-    [
-        (
-            {"val_los": Margin(0.1)},
-            r"got 'val_los'; it logs `distance`, `val_loss`, `thing`. Did you mean 'val_loss'\?",
-        ),
-        ({"val_loss": Margin(0.1), "thing": Margin(0.1)}, r"which way 'thing' is better.*\(\"min\", 0.1\)"),
-        ({"val_loss": Margin(0.1), "thing": Margin(0.1, "max")}, ""),
-    ],
-)
-def test_margins_are_checked_at_the_first_validation(margins: Any, says: str, tmp_path: Path) -> None:
-    run = here(replace(spec(tmp_path, max_epochs=2), margins=margins))
-    assert re.search(says, run.error or "")
-    assert run.finished == (not says)
-    assert run.num_steps == (12 if says else 24)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-import warnings
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from support.fp8 import Deep, emulated, float8, needs_torchao
 
 from lightning_amp import AmpPrecision, GradientMonitor
 from lightning_amp._compat import _torchao
-from lightning_amp.casting import _precision_choice
 
 pytestmark = needs_torchao
 EMULATED = "ignore:lightning_amp. fp8 is emulated"
@@ -39,15 +37,6 @@ def test_the_first_line_says_how_many_layers(caplog: pytest.LogCaptureFixture) -
         "lightning_amp: fp8 products in 4 of 6 linear layers (about 93.4 % of their FLOPs, own recipe, emulated), bf16"
         f" autocast on {DEVICE}, evaluation in bf16; non-finite steps are skipped." in caplog.messages
     )
-
-
-def test_emulation_is_one_warning() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(net(), plugin(), batches(2))
-    assert [str(w.message)[:50] for w in caught if "fp8" in str(w.message)] == [
-        "lightning_amp: fp8 is emulated (`emulate=True`): v"
-    ]
 
 
 @pytest.mark.filterwarnings(EMULATED)
@@ -120,27 +109,6 @@ def test_layers_that_the_user_converted_count(caplog: pytest.LogCaptureFixture) 
     assert "in addition to 1 that you converted yourself" in caplog.text
     assert module.net[4] is theirs
     assert amp.fp8_layers["net.4"] == "converted to fp8 by you already"
-
-
-@pytest.fixture
-def real(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that this device has fp8, for which torch has slow kernels on most CPUs."""
-    a, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
-    try:
-        torch._scaled_mm(a, a.t(), one, one, out_dtype=torch.float32)
-    except RuntimeError as error:
-        pytest.skip(f"no products in fp8 on this CPU: {error}")
-    monkeypatch.setattr(_precision_choice, "has_fp8", lambda device: True)
-
-
-@pytest.mark.cpu
-@pytest.mark.usefixtures("real")
-def test_names_take_a_batch_of_any_size(caplog: pytest.LogCaptureFixture) -> None:
-    """Torch 2.11 has one kernel for the CPU."""
-    with caplog.at_level(logging.INFO):
-        trainer = fit(net(), AmpPrecision("fp8", fp8_recipe="tensorwise"), batches(3, size=7))
-    assert "recipe 'tensorwise'" in caplog.text
-    assert trainer.global_step == 3
 
 
 @pytest.mark.filterwarnings(EMULATED, "ignore:The model layers do not require gradients", "ignore:.*in eval mode")

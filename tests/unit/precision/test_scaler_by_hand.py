@@ -10,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 from support import (
-    DEVICE,
     Records,
     Toy,
     WithoutAutocast,
@@ -185,21 +184,6 @@ def test_torchs_gradient_penalty(scaler: str) -> None:
     plugin = scaled(SCALERS[scaler]())
     assert_same(fit(lambda: Manual(penalty), plugin), fit(lambda: Manual(penalty)))
     assert plugin.num_steps == 8
-
-
-def loop_in_torch(scaler: torch.amp.GradScaler) -> None:
-    """Train without a Trainer, by torch's own rules."""
-    weight = nn.Parameter(torch.ones(2, device=DEVICE))
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    scaler.scale(weight.sum()).backward()
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="already been called"):
-        torch.amp.GradScaler.unscale_(scaler, optimizer)
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [1.0, 1.0]
-    scaler.step(optimizer)
-    scaler.update()
-    assert weight.tolist() == [0.5, 0.5]
 
 
 def overflows_four_times(module: Any, batch: Tensor, scaler: Any) -> None:

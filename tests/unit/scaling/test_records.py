@@ -101,19 +101,6 @@ def test_a_smaller_limit_than_a_checkpoint_had_stops_at_the_next_skip() -> None:
         skips(log, 1)
 
 
-def test_a_step_taken_with_a_bad_loss_is_told_to_who_asks() -> None:
-    for asks in (True, False):
-        log, told, blocks = RecordLog(block=8), list[StepRecord](), list[list[StepRecord]]()
-        log.subscribe(blocks.append, at_once=True, on_bad_loss=told.append if asks else None)
-        assert log.wants_losses == asks
-        for i in range(6):
-            note(log, 0, None, Skip.YES if i == 4 else Skip.NO, scalar(float("nan") if i in (2, 4) else 1.0))
-            log.close_round(None)
-            assert [record.index for record in told] == ([2] if asks and i >= 2 else [])
-        assert [(record.skipped, record.reason) for record in told] == ([(False, "none")] if asks else [])
-        assert [len(block) for block in blocks] == ([3, 2] if asks else [5])
-
-
 def test_a_skip_that_lowered_the_scale_starts_the_count_again() -> None:
     log = RecordLog(3)
     for i in range(12):  # the loss is not finite in every second batch, and gradients overflow in the others
@@ -123,16 +110,3 @@ def test_a_skip_that_lowered_the_scale_starts_the_count_again() -> None:
     assert (log.num_skipped, log.num_lost, log.streak) == (12, 6, ())
     with pytest.raises(FloatingPointError, match="3 optimizer steps in a row"):
         skips(log, 3)
-
-
-@pytest.mark.parametrize("cause", ["", "It was the moth."])
-def test_the_error_repeats_a_cause_that_was_found(cause: str) -> None:
-    log, asked = RecordLog(), list[int]()
-    log.precision, log.limit = "fp16", 2
-    note(log, 0, None, Skip.NO, None)
-    log.subscribe(lambda records: None, cause=lambda since: asked.append(since) or cause)
-    with pytest.raises(FloatingPointError) as error:
-        skips(log, 2)
-    assert asked == [1]
-    assert str(error.value).endswith(cause or "`fit(..., ckpt_path=...)`.")
-    assert "Attach" not in str(error.value)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from lightning import Trainer
-from lightning.fabric.accelerators.mps import MPSAccelerator
 from lightning.pytorch.accelerators import Accelerator
 
 from lightning_amp.shadow import device_of_trainer, private_trainer, unnoticed
@@ -67,14 +66,6 @@ def test_a_trainer_of_the_users_own_chooses_the_same(device: torch.device, accel
         assert device_of_trainer(asked) == trainer.strategy.root_device
     if device.type != "cpu":
         assert device_of_trainer({"accelerator": accelerator, "devices": [1]}) == torch.device(device.type, 1)
-
-
-def test_the_gpu_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MPSAccelerator, "is_available", lambda: True)
-    assert device_of_trainer({"accelerator": "gpu"}) == torch.device("mps", 0)
-    with unnoticed(torch.device("cpu")):
-        trainer = private_trainer(torch.device("mps", 0), None, [], {})
-    assert trainer.strategy.root_device == torch.device("mps", 0)
 
 
 def test_a_device_that_is_not_there() -> None:
