@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, MetricComparison
 from lightning_amp.callbacks import _gradient_monitor
 from lightning_amp.precision import scaled_grad, unscale_
-from lightning_amp.shadow import GradientSampler
 
 KEYS = {_gradient_monitor.UNDERFLOW_FRACTION, _gradient_monitor.HEADROOM_BITS, _gradient_monitor.GRADIENT_SQNR_DB}
 
@@ -30,14 +29,6 @@ class Times(Toy):
         return super().loss(batch) * self.factor
 
 
-class Tiny(Times):
-    factor = 1e-9
-
-
-class Huge(Times):
-    factor = 1e8
-
-
 def test_keys_are_those_of_the_docstring() -> None:
     recorder = Recorder()
     trainer = fit(Toy, fp16(), batches(5), logger=recorder, callbacks=[GradientMonitor(2)])
@@ -46,61 +37,6 @@ def test_keys_are_those_of_the_docstring() -> None:
     assert [step for step, _ in rows] == [1, 2, 4]
     assert {key for key in trainer.callback_metrics if key.startswith("amp/")} == KEYS
     assert all(f"`{key}`" in GradientMonitor.__doc__ for key in KEYS)
-
-
-def test_small_gradients() -> None:
-    monitor = GradientMonitor()
-    trainer = fit(Tiny, fp16(), callbacks=[monitor])
-    assert trainer.callback_metrics["amp/underflow_fraction"] > 0.5
-    assert trainer.callback_metrics["amp/headroom_bits"] > 30
-    assert trainer.callback_metrics["amp/gradient_sqnr_db"] < 10
-    assert monitor.recommended_scale == 2.0**24
-
-
-def test_large_gradients(caplog: pytest.LogCaptureFixture) -> None:
-    monitor = GradientMonitor()
-    with caplog.at_level("INFO"):
-        trainer = fit(Huge, fp16(), callbacks=[monitor])
-    assert trainer.callback_metrics["amp/headroom_bits"] < 0
-    assert "amp/gradient_sqnr_db" not in trainer.callback_metrics  # the gradient overflowed
-    assert math.isnan(monitor.table.last[-1].sqnr_db)
-    assert monitor.recommended_scale is not None
-    assert monitor.recommended_scale < 1
-    assert ": the gradient overflows, and in fp32 it does not\n  `net.2`, `net.0`" in caplog.text
-    assert re.search(r"fix: dividing the loss by 2\.0\*\*\d+ \(tried: works\)", caplog.text)
-
-
-@pytest.mark.parametrize("factor", [1e-9, 1e-4, 1.0, 1e3])
-def test_the_recommended_scale_makes_the_run_healthy(factor: float) -> None:
-    class Scaled(Times):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    Scaled.factor = factor
-    monitor, after = GradientMonitor(), GradientMonitor()
-    fit(Scaled, AmpPrecision("bf16"), callbacks=[monitor])
-    plugin = fp16(monitor.recommended_scale)
-    fit(Scaled, plugin, callbacks=[after])
-    assert plugin.num_skipped == 0
-    total = after.table.last[-1]
-    assert total.headroom_bits > 0
-    assert total.underflow_fraction < 0.01
-    assert total.sqnr_db > 40
-
-
-def test_between_samples_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    original = GradientSampler.take
-
-    def take(sampler: GradientSampler, *args: Any, **kwargs: Any) -> Any:
-        found = original(sampler, *args, **kwargs)
-        calls.append(found.rows[-1].step)
-        return found
-
-    monkeypatch.setattr(GradientSampler, "take", take)
-    make = lambda params: torch.optim.AdamW(params, fused=True)  # noqa: E731
-    fit(lambda: Toy(make), fp16(), callbacks=[GradientMonitor(3)])
-    assert calls == [1, 3, 6]
 
 
 def test_sampled_steps_are_the_same_after_a_resume(tmp_path: Path) -> None:
@@ -179,12 +115,6 @@ def test_plot(tmp_path: Path) -> None:
     assert "Headroom" in monitor.plot().axes[0].get_title()
     fit(Toy, AmpPrecision("bf16"), callbacks=[monitor])
     assert "against fp32" in monitor.plot().axes[0].get_title()
-
-
-def test_plot_of_nothing(tmp_path: Path) -> None:
-    GradientMonitor().plot(tmp_path / "plot.png")
-    with pytest.raises(ValueError, match="`quantity` must be \"headroom_bits\" or .* got 'speed'"):
-        GradientMonitor().plot(quantity="speed")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """`MetricComparison`: keys, table, tolerance, limits, bad input. `tests/promises` compares the bits of runs."""
 
-import csv
 import logging
 import math
 import re
@@ -12,14 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from support import DEVICE, Recorder
 from torch import Tensor, nn
 from zoo.validated import Fails, Model, OnlyTest, WithTest, count, data, fit, make_trainer, values
 
-from lightning_amp import AmpPrecision
 from lightning_amp.callbacks._metric_comparison import ABS_DIFF_PREFIX, DIFF_PREFIX, FP32_PREFIX, MetricComparison
 
 pytestmark = [
@@ -419,16 +417,6 @@ def test_a_failed_comparison_does_not_end_a_run_that_monitors_it(tmp_path: Path)
     assert math.isnan(float(trainer.callback_metrics["amp/abs_diff/val_loss"]))
 
 
-def test_differences_can_be_monitored(tmp_path: Path) -> None:
-    checkpoint = ModelCheckpoint(tmp_path, monitor="amp/diff/val_loss", save_top_k=-1)
-    early = EarlyStopping("amp/fp32/val_loss", patience=5)
-    comparison = MetricComparison()
-    fit(comparison, callbacks=[early, checkpoint], enable_checkpointing=True)
-    scores = sorted(float(score) for score in checkpoint.best_k_models.values())
-    assert scores == pytest.approx(sorted(values(comparison, "val_loss", "diff")))
-    assert float(early.best_score) == pytest.approx(min(values(comparison, "val_loss", "fp32")))
-
-
 @pytest.mark.usefixtures("weights_only")
 def test_resume_continues_the_table(tmp_path: Path) -> None:
     first = MetricComparison(every_n_epochs=2)
@@ -441,33 +429,7 @@ def test_resume_continues_the_table(tmp_path: Path) -> None:
     assert [row.epoch for row in second.table if row.metric == "val_loss"] == [0, 1, 3, 5]
 
 
-def test_a_new_run_begins_a_new_table() -> None:
-    comparison = MetricComparison()
-    fit(comparison)
-    fit(comparison)
-    assert [row.epoch for row in comparison.table if row.metric == "val_loss"] == [0, 1]
-
-
-def test_fp32_has_no_difference() -> None:
-    comparison = MetricComparison()
-    fit(comparison, plugins=AmpPrecision("fp32"))
-    assert {row.diff for row in comparison.table} == {0.0}
-
-
 # --- files ---
-
-
-def test_csv(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "table.csv"
-    comparison = MetricComparison()
-    fit(comparison)
-    comparison.to_csv(path)
-    comparison.to_csv(path)
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["metric"] for row in rows] == [row.metric for row in comparison.table]
-    assert [float(row["diff"]) for row in rows] == [row.diff for row in comparison.table]
-    assert list(path.parent.iterdir()) == [path]
 
 
 # --- by module, and attached to anything ---

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import math
 import pickle
 from pathlib import Path
@@ -13,7 +12,6 @@ import lightning as L
 import pytest
 import torch
 from support import Poison, Recorder, Toy, assert_same, batches, fit, flags_on_a_device, stock
-from support.stores import Bucket
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.overflows import BadRow, fp16, with_bad
@@ -21,7 +19,6 @@ from zoo.overflows import BadRow, fp16, with_bad
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator, StepRecord
 from lightning_amp.callbacks import _overflow_locator
 from lightning_amp.reports import Overflow
-from lightning_amp.scaling import RecordLog, Subscription
 
 
 class TwoFaults(BadRow):
@@ -41,13 +38,6 @@ def test_keys_are_those_of_the_docstring() -> None:
     assert f"`{_overflow_locator.OVERFLOWS}`" in OverflowLocator.__doc__
     assert [row["amp/overflows"] for row in rows] == [0, 1, 2, 2, 2, 2, 2, 2]
     assert trainer.callback_metrics["amp/overflows"] == 2
-
-
-def test_healthy_runs_report_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    locator = OverflowLocator()
-    fit(Toy, fp16(), callbacks=[locator])
-    assert locator.reports == []
-    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 def test_report_has_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -172,21 +162,6 @@ def test_reports_at_a_url(folder_url: str) -> None:
         assert file.read() == report.to_json()
 
 
-@pytest.mark.parametrize("where", ["url", "folder"])
-def test_one_warning_names_a_place_that_cannot_be_written(where: str, bucket_folder: str, tmp_path: Path) -> None:
-    Bucket.failure = RuntimeError("no credentials")
-    (tmp_path / "file").write_text("")
-    dirpath = bucket_folder if where == "url" else str(tmp_path / "file" / "out")
-    locator = OverflowLocator(dirpath=dirpath)
-    with pytest.warns(UserWarning, match="could not write") as caught:
-        fit(TwoFaults, fp16(), with_bad(1, 2), callbacks=[locator])
-    (text,) = [str(w.message) for w in caught if "could not write" in str(w.message)]
-    assert text.startswith(f"`OverflowLocator` could not write to `{dirpath}`: ")
-    assert text.endswith(". Training is not affected.")
-    assert where == "folder" or ": RuntimeError: no credentials." in text
-    assert len(locator.reports) == 2
-
-
 def test_one_file_per_report(tmp_path: Path) -> None:
     fit(TwoFaults, fp16(), with_bad(2, 5), callbacks=[OverflowLocator(dirpath=tmp_path)])
     names = [f"overflow_step0000{step}_rank0.json" for step in (2, 5)]
@@ -232,16 +207,6 @@ def test_every_skip_counts_at_every_log_point(max_reports: int) -> None:
     assert len(locator.reports) == min(max_reports, 3)
 
 
-@pytest.mark.parametrize("max_reports", [0, 1])
-def test_the_count_goes_on_in_a_second_fit(max_reports: int) -> None:
-    locator = OverflowLocator(max_reports=max_reports)
-    trainer = fit(Toy, fp16(), callbacks=[locator, Poison(gradient=[2, 7, 8, 15])], log_every_n_steps=3)
-    assert locator.state_dict()["num_overflows"] == 2
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(trainer.lightning_module, batches())
-    assert locator.state_dict()["num_overflows"] == 4
-
-
 def test_skips_before_a_crash_count() -> None:
     class Crashes(Toy):
         def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
@@ -258,16 +223,6 @@ def test_skips_before_a_crash_count() -> None:
 def test_max_reports_is_checked(value: Any) -> None:
     with pytest.raises(ValueError, match="`max_reports` must be an integer of 0 or more, got"):
         OverflowLocator(max_reports=value)
-
-
-def test_count_and_reports_continue_after_a_resume(tmp_path: Path) -> None:
-    trainer = fit(BadRow, fp16(), with_bad(1, 2), callbacks=[OverflowLocator()])
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    locator = OverflowLocator()
-    data = with_bad(3, 4)
-    trainer = fit(TwoFaults, fp16(), data, callbacks=[locator], max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
-    assert trainer.callback_metrics["amp/overflows"] == 4
-    assert [(r.epoch, r.batch_idx) for r in locator.reports] == [(0, 1), (0, 2), (1, 3), (1, 4)]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -299,22 +254,6 @@ def test_the_host_waits_for_the_device_once_a_batch(
         fit(module, plugin, callbacks=[locator, Poison(gradient=[4]), Next()], log_every_n_steps=50)
     assert [report.record.index for report in locator.reports] == [4]
     assert [number for batch, number in enumerate(reads[1:8], start=1) if batch != 4] == [1] * 6
-
-
-def test_a_copy_in_the_middle_of_a_fit_has_nothing_of_the_run() -> None:
-    copies: list[OverflowLocator] = []
-
-    class Copies(L.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            copies.append(copy.deepcopy(locator))
-
-    locator = OverflowLocator()
-    fit(BadRow, fp16(), with_bad(1), callbacks=[locator, Copies()])
-    assert [len(one.reports) for one in copies] == [0, *[1] * 7]
-    of_the_fit = (AmpPrecision, RecordLog, Subscription)
-    assert not any(isinstance(value, of_the_fit) for one in copies for value in vars(one).values())
-    fit(BadRow, fp16(), with_bad(2), callbacks=[copies[3]])
-    assert [report.batch_idx for report in copies[3].reports] == [2]
 
 
 class NoLabels(Toy):

@@ -6,12 +6,10 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from support import Poison, Recorder, Toy, batches, fit, stock
-from support.stores import Bucket
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
 from lightning_amp.callbacks import _scale_monitor
@@ -67,12 +65,6 @@ def test_says_that_there_is_nothing_to_show(caplog: pytest.LogCaptureFixture) ->
     assert monitor.history.summary() == "no optimizer step was recorded"  # two were taken
 
 
-def test_the_line_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        fit(Toy, fp16(), batches(4), callbacks=[Poison(gradient=[1]), ScaleMonitor()])
-    assert "ScaleMonitor: 1 of 4 steps skipped; scale 64 -> 32." in caplog.text
-
-
 def test_warns_below() -> None:
     with pytest.warns(UserWarning, match="fell to 16, below 20") as caught:
         fit(Toy, fp16(), callbacks=[Poison(gradient=[1, 2, 3]), ScaleMonitor(warn_below=20.0)])
@@ -106,29 +98,6 @@ def test_goes_on_from_a_checkpoint_at_a_url(memory_folder: str) -> None:
         assert ScaleHistory.from_csv(f"{memory_folder}/scale_history.csv").num_attempted == 8 * epochs
 
 
-def test_a_url_that_cannot_be_written_is_said_once(bucket_folder: str) -> None:
-    """The driver may raise any exception. The file is complete as soon as the store works again."""
-    Bucket.failure = RuntimeError("no credentials")
-
-    class Save(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            if trainer.global_step == 6:
-                Bucket.failure = None
-            if trainer.global_step % 2 == 0:
-                monitor.on_save_checkpoint(trainer, trainer.lightning_module, {})
-                written.append(sorted(Bucket.objects))
-
-    monitor, written = ScaleMonitor(2, dirpath=bucket_folder), list[list[str]]()
-    with pytest.warns(UserWarning, match="could not write") as caught:
-        fit(Toy, fp16(), callbacks=[monitor, Save()])
-    assert [str(w.message) for w in caught if "could not write" in str(w.message)] == [
-        "`ScaleMonitor` could not write to `test-bucket://bucket/run`: RuntimeError: no credentials."
-        " Training is not affected."
-    ]
-    assert written == [[], [], *[["bucket/run/scale_history.csv"]] * 2]
-    assert list(ScaleHistory.from_csv(f"{bucket_folder}/scale_history.csv")) == list(monitor.history)
-
-
 def test_writes_its_file_when_the_run_crashes(tmp_path: Path) -> None:
     plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(64.0, min_scale=64.0, max_consecutive_skips=3))
     with pytest.raises(FloatingPointError):
@@ -146,21 +115,3 @@ def test_real_loggers(tmp_path: Path) -> None:
     assert [(int(r["step"]), float(r["amp/loss_scale"])) for r in rows if r["amp/loss_scale"]] == [(3, 32.0), (7, 32.0)]
     events = EventAccumulator(loggers[1].log_dir).Reload()
     assert [(e.step, e.value) for e in events.Scalars("amp/skipped_steps")] == [(3, 1.0), (7, 1.0)]
-
-
-@pytest.mark.parametrize("plugin", ["ours", "lightning"])
-def test_history_continues_after_a_resume(plugin: str, tmp_path: Path) -> None:
-    def make() -> Any:
-        return fp16() if plugin == "ours" else stock("fp16", init_scale=64.0)
-
-    def run(*, max_epochs: int, poison: list[int], ckpt: Path | None = None) -> tuple[ScaleMonitor, L.Trainer]:
-        monitor = ScaleMonitor(3)
-        kwargs: dict[str, Any] = {"max_epochs": max_epochs, "callbacks": [Poison(gradient=poison), monitor]}
-        return monitor, fit(Toy, make(), batches(4), ckpt_path=ckpt, **kwargs)
-
-    whole, _ = run(max_epochs=2, poison=[1, 5])
-    _, trainer = run(max_epochs=1, poison=[1])
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
-    resumed, _ = run(max_epochs=2, poison=[1], ckpt=tmp_path / "half.ckpt")
-    assert [r for r in resumed.history if r.skipped] == [r for r in whole.history if r.skipped]
-    assert resumed.history.summary() == whole.history.summary() == "2 of 8 steps skipped; scale 64 -> 16"
