@@ -117,19 +117,6 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert (process.returncode, err) == (130, "lightning-amp scale: interrupted\n")
 
 
-def test_a_crash_shows_its_traceback_if_it_is_wanted(history: str) -> None:
-    code = (
-        "import sys, lightning_amp.reports as reports\n"
-        "reports.ScaleHistory.summary = lambda history: history.nothing\n"
-        "from lightning_amp.cli import main\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    done = run("scale", history, code=code, LIGHTNING_AMP_DEBUG="1")
-    assert (done.returncode, done.stdout) == (70, "")
-    assert done.stderr.startswith("Traceback")
-    assert "an error of lightning-amp itself: AttributeError" in done.stderr.splitlines()[-1]
-
-
 NET = """
 import lightning as L
 import torch

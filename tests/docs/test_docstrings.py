@@ -178,13 +178,6 @@ def test_a_wrong_example_fails_and_names_its_line() -> None:
     assert Path(caught.traceback[-1].path).name == "_bad.py"
 
 
-@pytest.mark.usefixtures("in_tmp_path")
-def test_a_wrong_step_in_an_example_fails() -> None:
-    code = "def training_step(self, batch, batch_idx):\n    raise KeyError('not this one')"
-    with pytest.raises(KeyError, match="not this one"):
-        run_example(Example("f", "_bad.py", 0, code))
-
-
 def test_docstrings_of_functions_begin_with_a_verb() -> None:
     """And with neither a question word nor an article."""
     functions = [

@@ -72,30 +72,6 @@ def score_distillation_backward_with_gradient() -> Setup:
     return Setup(ScoreDistillation(), DataLoader(TensorDataset(camera), batch_size=8))
 
 
-class ManualAccumulation(Manual):
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        optimizer, schedule, every = self.optimizers(), self.lr_schedulers(), 2
-        loss = F.cross_entropy(self(x), y) / every
-        self.manual_backward(loss)
-        if (batch_idx + 1) % every == 0 or self.trainer.is_last_batch:
-            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        self.log("loss", loss)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
-
-
-@project("by hand")
-def accumulation_in_manual_optimization() -> Setup:
-    """Accumulation by hand with clipping and a schedule; the last window is shorter."""
-    return Setup(ManualAccumulation(), rows(n=60))
-
-
 class ForceField(L.LightningModule):
     """Energies and forces: the derivative is an output, in the validation too."""
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from projects.learner import Learner
 from projects.registry import Setup, project
@@ -270,52 +269,6 @@ def physics_informed_second_derivatives() -> Setup:
     """A physics-informed net with second derivatives."""
     x = torch.rand(64, 1, generator=torch.Generator().manual_seed(0))
     return Setup(PINN(), DataLoader(TensorDataset(x), batch_size=16))
-
-
-@dataclass
-class Sample:
-    features: Tensor
-    weights: Tensor
-    labels: Tensor
-    names: list[str]
-
-
-class Samples(Dataset):
-    def __len__(self):
-        return 36
-
-    def __getitem__(self, i):
-        x = torch.randn(8, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
-        return {"x": x.numpy(), "meta": {"weight": 1.0 + i % 3, "name": f"sample {i}"}, "y": int(x[:4].argmax())}
-
-
-class DictBatches(Classifier):
-    """Nested dicts from numpy: float64 arrive, strings too; as a dataclass by the collate function."""
-
-    def training_step(self, batch, batch_idx):
-        if isinstance(batch, dict):
-            batch = Sample(batch["x"], batch["meta"]["weight"], batch["y"], batch["meta"]["name"])
-        losses = F.cross_entropy(self(batch.features.float()), batch.labels, reduction="none")
-        return {"loss": (losses * batch.weights.float()).mean(), "names": batch.names}
-
-
-@project("batches", quick=True)
-def nested_dicts_with_float64() -> Setup:
-    """Nested dicts with float64 numpy arrays and strings; the last batch is smaller."""
-    return Setup(DictBatches(mlp()), DataLoader(Samples(), batch_size=8))
-
-
-class SometimesNone(Classifier):
-    def training_step(self, batch, batch_idx):
-        if batch_idx in (0, 3, 7):
-            return None
-        return super().training_step(batch, batch_idx)
-
-
-@project("batches")
-def training_step_returns_none() -> Setup:
-    """`training_step` returns `None` for three batches, one of which ends an accumulation window."""
-    return Setup(SometimesNone(mlp()), rows(6), trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
 
 
 class PCGrad(Learner):

@@ -44,53 +44,6 @@ def loader(**kwargs):
     return DataLoader(TwoViews(**kwargs), batch_size=8)
 
 
-class MoCo(L.LightningModule):
-    def __init__(self, dim=16, K=64, m=0.99, T=0.07):
-        super().__init__()
-        self.K, self.m, self.T = K, m, T
-        self.encoder_q, self.encoder_k = mlp(32, 64, dim), mlp(32, 64, dim)
-        for q, k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
-            k.data.copy_(q.data)
-            k.requires_grad = False
-        self.register_buffer("queue", F.normalize(torch.randn(dim, K), dim=0))
-        self.register_buffer("queue_ptr", torch.zeros(1, dtype=torch.long))
-
-    @torch.no_grad()
-    def _momentum_update(self):
-        for q, k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
-            k.data = k.data * self.m + q.data * (1.0 - self.m)
-
-    @torch.no_grad()
-    def _dequeue_and_enqueue(self, keys):
-        n, ptr = keys.shape[0], int(self.queue_ptr)
-        self.queue[:, ptr : ptr + n] = keys.T
-        self.queue_ptr[0] = (ptr + n) % self.K
-
-    def training_step(self, batch, batch_idx):
-        (x_q, x_k), _ = batch
-        q = F.normalize(self.encoder_q(x_q), dim=1)
-        with torch.no_grad():
-            self._momentum_update()
-            k = F.normalize(self.encoder_k(x_k), dim=1)
-        l_pos = torch.einsum("nc,nc->n", [q, k]).unsqueeze(-1)
-        l_neg = torch.einsum("nc,ck->nk", [q, self.queue.clone().detach()])
-        logits = torch.cat([l_pos, l_neg], dim=1) / self.T
-        loss = F.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long, device=self.device))
-        self._dequeue_and_enqueue(k)
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.encoder_q.parameters(), 0.03, momentum=0.9, weight_decay=1e-4)
-        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)]
-
-
-@project("self-supervised")
-def moco_queue() -> Setup:
-    """MoCo: a momentum encoder updated through `.data`, and a queue that the step fills."""
-    return Setup(MoCo(), loader())
-
-
 class SimCLR(L.LightningModule):
     def __init__(self, temperature=0.07, learn_temperature=False):
         super().__init__()

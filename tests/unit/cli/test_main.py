@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -81,12 +80,6 @@ def test_a_traceback_if_it_is_wanted(
     assert str(outcome) in err.splitlines()[-1]
 
 
-def test_a_closed_pipe(command: Callable[[Any], None], capfd: pytest.CaptureFixture[str]) -> None:
-    command(BrokenPipeError())
-    assert main(["scale", "x"]) == 141
-    assert capfd.readouterr().err == ""
-
-
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
@@ -123,9 +116,3 @@ def test_the_help_of_every_command_fits_into_80_columns(name: str, capsys: pytes
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"lightning-amp {lightning_amp.__version__}\n"
-
-
-def test_the_arguments_of_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning-amp", "--version"])
-    assert main() == 0
-    assert lightning_amp.__version__ in capsys.readouterr().out

@@ -107,9 +107,3 @@ def test_a_margin_for_a_metric_that_no_run_logged(tmp_path: Path) -> None:
     comparison(tmp_path).run_part(1, 1)
     with pytest.raises(ValueError, match="got 'val_acc'; it logs `val_loss`"):
         comparison(tmp_path, margins={"val_acc": 0.1}).collect()
-
-
-def test_parts_of_another_comparison_are_refused(tmp_path: Path) -> None:
-    comparison(tmp_path).run_part(1, 3)
-    with pytest.raises(ValueError, match="has another comparison .its `trainer_kwargs`"):
-        comparison(tmp_path, trainer_kwargs={**TRAINER, "max_epochs": 9}).run_part(2, 3)

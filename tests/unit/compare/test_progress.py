@@ -25,15 +25,6 @@ def test_a_line_for_each_run_where_there_is_no_terminal(capsys: pytest.CaptureFi
     ]
 
 
-def test_more_runs_than_expected(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(1) as shown:
-        for size in (8, 16):
-            shown.begin(f"fp32, batch size {size}")
-            shown.finish(f"fp32, batch size {size}: 3 GiB")
-    lines = ["[1/1] fp32, batch size 8: 3 GiB", "[2/2] fp32, batch size 16: 3 GiB"]
-    assert capsys.readouterr().err.splitlines() == lines
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -84,23 +84,6 @@ def test_a_watched_step_counts_as_a_usual_one(clock: Clock) -> None:
     assert watch.elapsed_s() == [0.0, 9.0, 12.0, 15.0, 17.0, 21.0, 21.5]
 
 
-def test_only_watched_steps(clock: Clock) -> None:
-    watch = started(clock)
-    run(watch, clock, 7.0, 8.0, watched=True)
-    watch.pause()
-    assert (watch.step_s(), watch.samples_per_s(), watch.elapsed_s()) == ([], [], [0.0, 0.0, 0.0])
-
-
-def test_no_step_is_steady_and_one_is_watched(clock: Clock) -> None:
-    """If no step is steady, the usual time is the median of all steps that were not watched."""
-    watch = started(clock)
-    run(watch, clock, 3.0)
-    run(watch, clock, 100.0, watched=True)
-    watch.pause()
-    assert watch.steady() == []
-    assert watch.elapsed_s() == [0.0, 3.0, 6.0]
-
-
 def test_batches_whose_size_is_unknown(clock: Clock) -> None:
     watch = started(clock)
     run(watch, clock, 1.0, 2.0)
@@ -110,26 +93,6 @@ def test_batches_whose_size_is_unknown(clock: Clock) -> None:
     watch.pause()
     assert watch.step_s() == [2.0, 4.0, 0.0, 2.0]
     assert watch.samples_per_s() == [4.0, 0.0]
-
-
-def test_a_lap_needs_a_resume_after_a_pause(clock: Clock) -> None:
-    watch = started(clock)
-    run(watch, clock, 1.0)
-    watch.pause()
-    with pytest.raises(AssertionError):
-        watch.lap(8)
-    watch.resume()
-    clock.now += 1000.0
-    watch.resume()  # nothing was measured since
-    run(watch, clock, 2.0)
-    watch.pause()
-    assert watch.elapsed_s() == [0.0, 1.0, 3.0]
-
-
-def test_before_anything_has_run() -> None:
-    watch = StepTimer(torch.device("cpu"))
-    watch.pause()
-    assert (watch.num_laps, watch.steady(), watch.step_s(), watch.elapsed_s()) == (0, [], [], [0.0])
 
 
 class Marks:

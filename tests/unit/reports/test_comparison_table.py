@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from pathlib import Path
 
 import pytest
 from support.tables import comparisons, many_comparisons
@@ -38,18 +36,6 @@ def test_text() -> None:
     assert lines[1].split()[1:] == ["1.2", "1", "+2.00e-01", "+2.00e-01"]
     assert str(ComparisonTable()) == "no sample yet"
     assert repr(comparisons()) == "ComparisonTable(9 rows)"
-
-
-def test_a_failed_csv_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "table.csv"
-    comparisons().to_csv(path)
-    before = path.read_text()
-    broken = comparisons()
-    broken.add([None])  # type: ignore[list-item]
-    with pytest.raises(csv.Error):
-        broken.to_csv(path)
-    assert path.read_text() == before
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_at_most_fifteen_rows_the_worst() -> None:

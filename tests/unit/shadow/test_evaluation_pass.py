@@ -94,18 +94,3 @@ def test_the_shadow_compiles_nothing(how: str) -> None:
     assert results[0][0] > 0
     assert results[0] == results[1]
     assert values(comparison, "autocast", "diff") == [1.0, 1.0]
-
-
-def test_what_cannot_be_copied_is_named_when_it_is_used() -> None:
-    class Reads(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.numbers = (float(i) for i in range(100))
-
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.log("number", next(self.numbers), reduce_fx="sum")
-
-    module = Reads()
-    with pytest.warns(UserWarning, match=r"NotCopiedError: `Reads\.numbers` cannot be copied"):
-        fit(MetricComparison(), module, num_sanity_val_steps=0)
-    assert next(module.numbers) == 8.0

@@ -161,44 +161,6 @@ def test_training_is_the_same_bits(kind: str, precision: str) -> None:
     assert_same(weights(watched), alone)
 
 
-class ZeroedAfterwards(Net):
-    """Gradients that a callback leaves behind before the backward would take part in the step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.manual_backward(self.loss(batch))
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-
-
-@pytest.mark.parametrize("kind", ["torch.compile(method)", "function in a function", "a global"])
-def test_no_gradient_of_a_copy_reaches_the_module(kind: str) -> None:
-    def fitted(*callbacks: L.Callback) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        module = ZeroedAfterwards()
-        if kind == "torch.compile(method)":
-            module.encode = compiled(module.plain_encode)
-        elif kind == "function in a function":
-            module.encode = wrapped(wrapped(module.plain_encode))
-        else:
-            keep.append(module)
-            type(module).encode = property(lambda self: keep[-1].plain_encode, lambda self, value: None)
-        trainer = quiet_trainer(plugins=[AmpPrecision("bf16")], callbacks=list(callbacks))
-        trainer.fit(module, batches())
-        assert all(p.requires_grad for p in module.parameters())
-        return weights(trainer)
-
-    keep: list[ZeroedAfterwards] = []
-    try:
-        assert_same(fitted(GradientMonitor(1)), fitted())
-    finally:
-        if kind == "a global":
-            del ZeroedAfterwards.encode
-
-
 def test_a_parameter_that_has_no_gradient_in_mixed_precision_is_lost() -> None:
     class Casts(Net):
         def forward(self, batch: Tensor) -> Tensor:

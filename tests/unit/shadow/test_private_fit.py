@@ -199,23 +199,6 @@ def test_a_module_that_shares_a_part_is_copied() -> None:
     assert own_module(make).layer is not backbone
 
 
-def test_functions_that_close_over_a_module_are_those_of_its_copy() -> None:
-    class Closes(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.compute = lambda x: self.layer(x) * 1
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.compute(batch).square().mean()
-
-    module = Closes()
-    before = module.layer.weight.clone()
-    _, fitted = fit(lambda: module, Data)
-    assert module.layer.weight.grad is None
-    assert torch.equal(module.layer.weight, before)
-    assert not torch.equal(fitted.layer.weight, before)
-
-
 def test_the_folders_of_the_trainer_are_removed(in_tmp_path: Path) -> None:
     class Writes(Net):
         def on_train_start(self) -> None:
