@@ -13,7 +13,6 @@ import torch
 from support import FEATURES, assert_same, with_batch_norm
 from support.fabric import (
     CASES,
-    OPTIMIZERS,
     Exact,
     FabricPlugins,
     Infinite,
@@ -24,7 +23,7 @@ from support.fabric import (
     promise,
     without,
 )
-from support.promises import DIFFERS, fused_adamw, plain_adamw, plain_sgd
+from support.promises import DIFFERS, OPTIMIZERS, fused_adamw, plain_adamw, plain_sgd
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel

@@ -10,9 +10,9 @@ import pytest
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from support import FEATURES, Toy, assert_same, batches, fit, weights, with_batch_norm
-from support.fabric import CASES, OPTIMIZERS, Infinite, make_fabric, optimizer_tensors, spoilt
+from support.fabric import CASES, Infinite, make_fabric, optimizer_tensors, spoilt
 from support.fp8 import Deep, emulated, needs_torchao
-from support.promises import fused_adamw
+from support.promises import OPTIMIZERS, fused_adamw
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 

@@ -11,18 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support import FEATURES, assert_same
-from support.fabric import (
-    CASES,
-    DEVICE,
-    OPTIMIZERS,
-    FabricPlugins,
-    Loop,
-    batches,
-    optimizer_tensors,
-    promise,
-    without,
-)
-from support.promises import DIFFERS, fused_adamw, fused_sgd, plain_adamw
+from support.fabric import CASES, DEVICE, FabricPlugins, Loop, batches, optimizer_tensors, promise, without
+from support.promises import DIFFERS, OPTIMIZERS, fused_adamw, fused_sgd, plain_adamw
 from torch import Tensor, nn
 
 BAD: Any = {0: "gradient", 2: "loss", 5: "gradient"}

@@ -10,19 +10,8 @@ import pytest
 import torch
 from lightning.fabric.plugins.precision import MixedPrecision
 from support import assert_same, quiet_trainer, with_batch_norm
-from support.fabric import (
-    CASES,
-    DEVICE,
-    OPTIMIZERS,
-    FabricPlugins,
-    Loop,
-    batches,
-    exact,
-    make_fabric,
-    net,
-    optimizer_tensors,
-)
-from support.promises import plain_adamw, plain_sgd
+from support.fabric import CASES, DEVICE, FabricPlugins, Loop, batches, exact, make_fabric, net, optimizer_tensors
+from support.promises import OPTIMIZERS, plain_adamw, plain_sgd
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from torch.optim.swa_utils import AveragedModel
 

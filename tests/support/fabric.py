@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,10 +15,9 @@ from torch import Tensor, nn
 from zoo.toy import FEATURES
 
 from lightning_amp import DynamicLossScaler, FabricAmpPrecision
-from support.devices import DEVICE, flags_on_a_device
-from support.promises import DECIDED_BY_A_FLAG, STOCK_MARKS, fused_adamw, fused_sgd, plain_adamw, plain_sgd
+from support.devices import DEVICE
+from support.promises import DECIDED_BY_A_FLAG, each_of, plain_adamw
 
-OPTIMIZERS = {"adamw": plain_adamw, "fused adamw": fused_adamw, "sgd": plain_sgd, "fused sgd": fused_sgd}
 slow = pytest.mark.slow
 CASES = ["adamw", "fused adamw"]
 Trouble = Mapping[int, Literal["gradient", "loss", "input"]]
@@ -73,30 +69,13 @@ def promise(
 
     """
 
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(test)
-        def wrapper(*args: Any, plugins: FabricPlugins, **kwargs: Any) -> None:
-            expected = our_scaler if plugins.kind == "our scaler" and our_scaler != SAME else stock
-            if plugins.ours or expected is None:
-                with flags_on_a_device() if plugins.flags_on_a_device else contextlib.nullcontext():
-                    test(*args, plugins=plugins, **kwargs)
-                return
-            with pytest.raises(raises, match=expected):
-                test(*args, plugins=plugins, **kwargs)
-
-        wrapper.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
-        where = [False, True] if row in DECIDED_BY_A_FLAG else [False]
-        stocks = [("torch's scaler", "stock"), ("our scaler", "stock with our scaler")]
-        params = [
-            *(
-                pytest.param(FabricPlugins(flags_on_a_device=on), id=f"row{row}-ours{', flags on a device' * on}")
-                for on in where
-            ),
-            *(pytest.param(FabricPlugins(kind), id=f"row{row}-{name}", marks=STOCK_MARKS) for kind, name in stocks),
-        ]
-        return pytest.mark.parametrize("plugins", params)(wrapper)
-
-    return decorate
+    where = [False, True] if row in DECIDED_BY_A_FLAG else [False]
+    cases = [
+        *((FabricPlugins("ours", on), f"ours{', flags on a device' * on}", None) for on in where),
+        (FabricPlugins("torch's scaler"), "stock", stock),
+        (FabricPlugins("our scaler"), "stock with our scaler", stock if our_scaler == SAME else our_scaler),
+    ]
+    return each_of(row, cases, raises)
 
 
 # -- a small model and its data ----------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,21 +67,30 @@ def promise(
         stock = next_release.get("next_stock", stock)
 
     where = [False, True] if row in DECIDED_BY_A_FLAG else [False]
+    ours = [(Plugins(True, on), f"ours{', flags on a device' * on}", None) for on in where]
+    return each_of(row, [*ours, (Plugins(False), "stock", stock)], raises)
+
+
+def each_of(
+    row: int | str,
+    cases: Sequence[tuple[Any, str, str | None]],
+    raises: type[BaseException] | tuple[type[BaseException], ...],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test with each of several `plugins`: their name, and the error that the test must raise, if any."""
+    expected = {plugins: error for plugins, _, error in cases}
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
-        def wrapper(*args: Any, plugins: Plugins, **kwargs: Any) -> None:
-            if plugins.ours or stock is None:
-                with flags_on_a_device() if plugins.flags_on_a_device else contextlib.nullcontext():
-                    test(*args, plugins=plugins, **kwargs)
-                return
-            with pytest.raises(raises, match=stock):
+        def wrapper(*args: Any, plugins: Any, **kwargs: Any) -> None:
+            error = expected[plugins]
+            fails = contextlib.nullcontext() if error is None else pytest.raises(raises, match=error)
+            with fails, flags_on_a_device() if plugins.flags_on_a_device else contextlib.nullcontext():
                 test(*args, plugins=plugins, **kwargs)
 
         wrapper.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
         params = [
-            *(pytest.param(Plugins(True, on), id=f"row{row}-ours{', flags on a device' * on}") for on in where),
-            pytest.param(Plugins(False), id=f"row{row}-stock", marks=STOCK_MARKS),
+            pytest.param(plugins, id=f"row{row}-{name}", marks=[] if plugins.ours else STOCK_MARKS)
+            for plugins, name, _ in cases
         ]
         return pytest.mark.parametrize("plugins", params)(wrapper)
 
