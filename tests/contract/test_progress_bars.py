@@ -115,14 +115,3 @@ def test_reports_are_not_glued_to_a_bar(tmp_path: Path) -> None:
         assert not [line for line in where if re.search(r"\d+/\d+|it/s", line[: line.index(report)])], text
     assert not [line for line in lines if GLUED.search(line)], text
     assert lines[-2:] == ["the end", ""]
-
-
-def test_a_glued_report_would_be_found() -> None:
-    bar = "Sanity Checking: |     | 0/? [00:00<?, ?it/s]"
-    assert GLUED.search(f"{bar}{warm.__file__.replace('tests/support', 'lightning_amp')}:7: it is so")
-    assert GLUED.search(f"{bar}lightning_amp: fp16 autocast on cpu")
-    assert not GLUED.search(f"{bar}{HERE.parent}/.venv/lib/python3.11/site-packages/lightning/_pytree.py:21: it is so")
-    assert not GLUED.search(f"{bar}/home/me/lightning_amp/.venv/lightning/_pytree.py:21: it is so")
-    assert shown("Epoch 0: 3/8\rEpoch 0: 4/8ScaleMonitor: x\r\nb") == ["Epoch 0: 4/8ScaleMonitor: x", "b"]
-    assert shown("Epoch 0: 3/8\r            \rScaleMonitor: x\r\nb") == ["ScaleMonitor: x", "b"]
-    assert shown("bar\r\x1b[2Kreport\r\nbar\x1b[1A\r\x1b[2Kmore") == ["more", "bar"]

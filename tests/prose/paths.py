@@ -68,16 +68,3 @@ def test_what_is_mentioned_exists() -> None:
 )
 def test_what_is_missing_is_found(text: str) -> None:
     assert list(missing(text))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "`tests/unit/scaling`, tests/benchmarks, `tests/projects/**`.",
-        "https://example.org/docs/nothing, numpy/tests/nothing",
-        "`precision/_amp.py` and `_amp.py` and lightning_amp/precision/_amp.py:",
-        "lightning_amp.AmpPrecision.unscale_ or lightning_amp.precision.scaled_grad.",
-    ],
-)
-def test_what_exists_is_not(text: str) -> None:
-    assert list(missing(text)) == []

@@ -10,7 +10,6 @@ from torchmetrics import Metric
 
 from lightning_amp.casting._float8 import (
     choose_fp8_layers,
-    fp8_summary,
     nothing_qualifies,
 )
 
@@ -101,23 +100,6 @@ def test_small_layers_stay_in_bf16_on_cuda(recipe: str, inputs: int, outputs: in
         assert (why is None) is chosen
         assert chosen or why == f"{inputs} x {outputs}: too small, casts would cost more than fp8 saves"
     assert choose_fp8_layers(module, set(), emulated(recipe), CUDA)["1"] is None, "where it is emulated nothing gains"
-
-
-def test_the_summary_counts_layers_and_sizes() -> None:
-    module = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16))
-    text = fp8_summary(module, {"0": "x", "1": None, "2": "x"}, "rowwise")
-    assert text == "fp8 products in 1 of 3 linear layers (about 50 % of their FLOPs, recipe 'rowwise')"
-    assert fp8_summary(module, {"0": "x", "1": "x", "2": "x"}, "rowwise") == ""
-
-
-def test_layers_that_the_user_converted_are_left_alone() -> None:
-    convert_to_float8_training = float8().convert_to_float8_training
-    module = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-    module[1] = convert_to_float8_training(module[1], config=emulated())
-    assert fp8_summary(module, dict.fromkeys("0123", "x"), "rowwise").endswith("to 1 that you converted yourself")
-    reasons = choose_fp8_layers(module, set(), emulated(), CPU)
-    assert reasons["1"] == "converted to fp8 by you already"
-    assert reasons["2"] is None
 
 
 def test_nothing_qualifies_says_why_and_what_else_there_is() -> None:

@@ -61,16 +61,6 @@ def test_fp8_needs_hardware_or_emulation(monkeypatch: pytest.MonkeyPatch) -> Non
         fp8.require(device, emulated=True)
 
 
-def test_a_device_that_cannot_is_told_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_precision_choice, "_autocast_runs", lambda device, dtype: dtype != torch.float16)
-    with pytest.raises(ValueError, match="cannot run precision 'fp16'. It can run: 'bf16', 'fp32'"):
-        Choice.of("fp16").require(torch.device("cpu"))
-
-
-def test_the_cpu_runs_all() -> None:
-    assert _precision_choice.runnable(torch.device("cpu")) == ["bf16", "fp16", "fp32"]
-
-
 def test_auto_on_a_cpu(machine: str) -> None:
     choice, why = Choice.pick(CPU)
     name, fact = {

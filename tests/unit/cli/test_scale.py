@@ -135,16 +135,6 @@ def test_a_file_that_is_no_history(refused: Any) -> None:
     assert "`y.csv`, line " in refused("y.csv")
 
 
-def test_a_store_that_fails_is_wrong_use(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoCredentialsError(Exception): ...
-
-    def fails(path: str) -> ScaleHistory:
-        raise NoCredentialsError("no credentials")
-
-    monkeypatch.setattr(ScaleHistory, "from_csv", fails)
-    assert refused("memory://x.csv") == "`memory://x.csv` cannot be read: NoCredentialsError: no credentials"
-
-
 @pytest.mark.usefixtures("tests_are_ours")
 def test_what_is_our_own_error_is_not(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(path: str) -> ScaleHistory:

@@ -28,7 +28,7 @@ from torch import nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, MetricComparison, ScaleMonitor
 from lightning_amp.compare import _describe
-from lightning_amp.compare._describe import Identity, factory_name, shown
+from lightning_amp.compare._describe import Identity, shown
 
 
 def identity(value: Any) -> str:
@@ -170,21 +170,3 @@ def test_lambdas_differ_by_what_they_do() -> None:
     assert identity(width(3)) == identity(width(3)) != identity(width(4))
     assert identity(lambda: Plain(3)) != identity(lambda: Plain(4))
     assert without_identity(width(threading.Lock())) == ["lock"]
-
-
-def needs(width: int) -> Any: ...
-
-
-@pytest.mark.parametrize(
-    ("factory", "name"),
-    [
-        (Plain, "Plain"),
-        (functools.partial(needs, 3), "needs(3)"),
-        (functools.partial(needs, width=needs), "needs(width=needs)"),
-        (Plain(3).method, "Plain.method"),
-        (lambda: 3, "lambda"),
-        (width(3), "lambda"),
-    ],
-)
-def test_names_of_factories_are_those_that_a_person_would_write(factory: Any, name: str) -> None:
-    assert factory_name(factory) == name

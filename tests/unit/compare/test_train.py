@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from zoo.compared import FailsInFp16, Sea, Waves, by_hand, here, not_a_module, raises, spec
+from zoo.compared import FailsInFp16, Waves, by_hand, here, not_a_module, raises, spec
 
 from lightning_amp import AmpPrecision, MetricComparison, ScaleMonitor
 from lightning_amp.compare._train import train
@@ -142,50 +141,7 @@ def test_what_lies_outside_of_the_module_is_as_by_hand(tmp_path: Path) -> None:
     assert run.same_weights["val_loss"][0] == run.curves["val_loss"][-1].value
 
 
-class Silent(Waves):
-    validation_step = L.LightningModule.validation_step  # pyright: ignore[reportAssignmentType]
-
-
-@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
-def test_without_validation_there_are_times(tmp_path: Path) -> None:
-    run = here(spec(tmp_path, module=Silent))
-    assert run.error is None
-    assert run.curves == {}
-    assert run.step_s
-
-
 def test_what_a_run_writes_goes_into_its_folder(tmp_path: Path, in_tmp_path: Path) -> None:
     assert train(spec(tmp_path / "work", logger=True, enable_checkpointing=True), 0.0).error is None
     assert {p.name for p in tmp_path.iterdir()} == {"work"}
     assert list((tmp_path / "work").rglob("*.ckpt"))
-
-
-class Built(Waves):
-    """Makes its layers late."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.net
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "net"):
-            self.net = torch.nn.Sequential(torch.nn.Linear(8, 1))
-
-
-def test_weights_that_are_made_late_are_moved_too(tmp_path: Path) -> None:
-    own, moved = here(spec(tmp_path, module=Built)), here(spec(tmp_path, module=Built, moved=True))
-    assert own.error is moved.error is None
-    assert own.curves != moved.curves
-
-
-class Streams(Sea):
-    """Batches without a length, in a structure of the user's own."""
-
-    def train_dataloader(self) -> Any:
-        return ([row[0][None].repeat(4, 1), row[1][None].repeat(4, 1)] for row in self.data)
-
-
-def test_data_without_a_length(tmp_path: Path) -> None:
-    run = here(spec(tmp_path, data=Streams, max_epochs=1, limit_train_batches=20))
-    assert run.error is None
-    assert len(run.samples_per_s) == len(run.step_s) > 0

@@ -7,11 +7,10 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from support import Poison, Toy, batches, fit, scaled_fp32
-from support.promises import OPTIMIZERS, PLAIN_AND_FUSED, fused_adamw
+from support.promises import OPTIMIZERS, PLAIN_AND_FUSED
 from torch import Tensor
 
 from lightning_amp import AmpPrecision
@@ -52,35 +51,6 @@ def test_a_step_is_known_as_soon_as_it_returned(bad: set[int], optimizer: str) -
     assert (plugin.num_steps, plugin.num_skipped) == (2, 2)
 
 
-def test_before_the_first_step_there_is_nothing() -> None:
-    plugin = AmpPrecision("fp16")
-    assert (plugin.num_steps, plugin.num_skipped, plugin.last_step) == (0, 0, None)
-
-
-class Collects(L.Callback):
-    def __init__(self) -> None:
-        self.indices: list[int] = []
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.precision_plugin.records.subscribe(lambda records: self.indices.extend(r.index for r in records))
-
-
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_flush_hands_over_all_records_also_in_the_middle_of_a_batch(precision: str) -> None:
-    collects = Collects()
-
-    def ask(plugin: AmpPrecision) -> tuple[int, int]:
-        before = len(collects.indices)
-        plugin.flush()
-        return before, len(collects.indices)
-
-    module = Asks(fused_adamw, lambda plugin: ask(plugin) if module.trainer.global_step % 2 == 0 else None)
-    fit(module, AmpPrecision(precision), batches(5), callbacks=[collects])
-    assert module.answers == [None, (0, 2), None, (2, 4), None]
-    assert collects.indices == [0, 1, 2, 3, 4]  # each once, the last one at the end of the fit
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda plugin: pickle.loads(pickle.dumps(plugin))])
 def test_a_copy_takes_settings_and_scale_along_and_not_the_run(copied: Callable[[Any], Any]) -> None:
     """The module of the run could not even be pickled: `Toy` has a lambda."""
@@ -94,10 +64,3 @@ def test_a_copy_takes_settings_and_scale_along_and_not_the_run(copied: Callable[
     assert plugin.num_steps == 1
     fit(Toy, second)
     assert second.num_steps == 8
-
-
-def test_a_subclass_is_called_by_its_name() -> None:
-    class Mine(AmpPrecision): ...
-
-    assert repr(Mine(torch.bfloat16)) == "Mine('bf16')"
-    assert (Mine("16").precision, Mine("16").dtype) == ("16-mixed", torch.float16)

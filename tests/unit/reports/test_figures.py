@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import fsspec
 import pytest
 
 from lightning_amp import GradientMonitor, MetricComparison, ScaleMonitor
@@ -38,12 +37,3 @@ def test_a_figure_is_saved_in_the_format_of_its_name_and_returned(tmp_path: Path
     assert saved(figure, None) is saved(figure, tmp_path / "a.png") is saved(figure, tmp_path / "a.svg") is figure
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert b"<svg" in (tmp_path / "a.svg").read_bytes()
-
-
-def test_a_figure_is_saved_at_a_url(tmp_path: Path, folder_url: str) -> None:
-    figure = new_figure(2, 1)
-    for name, beginning in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a", b"\x89PNG")):
-        for url in (f"{folder_url}/{name}", f"file://{tmp_path}/{name}"):
-            assert saved(figure, url) is figure
-            with fsspec.open(url, "rb") as file:
-                assert file.read().startswith(beginning)

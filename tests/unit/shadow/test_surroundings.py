@@ -84,13 +84,3 @@ def test_devices_that_lightning_does_not_know(tmp_path: Path, monkeypatch: pytes
         trainer = private_trainer(xpu, None, [], {"accelerator": theirs})
     assert trainer.accelerator is theirs
     assert trainer.strategy.root_device == xpu
-
-
-def test_the_device_is_the_current_one_until_it_ends(device: torch.device) -> None:
-    if device.type == "cpu":
-        return
-    before = torch.accelerator.current_device_index()
-    with unnoticed(torch.device(device.type, 1)):
-        assert torch.accelerator.current_device_index() == 1
-        torch.accelerator.set_device_index(1 - before)
-    assert torch.accelerator.current_device_index() == before

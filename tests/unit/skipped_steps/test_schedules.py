@@ -8,7 +8,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor
 from support import Poison, Toy, batches, fit
 from support.promises import Plugins, fused_adamw
 from torch.optim import lr_scheduler as lrs
@@ -36,16 +35,3 @@ def test_rates_that_somebody_watches_are_decided_at_once() -> None:
     module = functools.partial(Toy, fused_adamw, None, halving)
     fit(module, Plugins(True).scaled(), batches(4), callbacks=[Poison(gradient=[1]), Watch()])
     assert seen == pytest.approx([0.005, 0.005, 0.0025, 0.00125])
-
-
-@pytest.mark.usefixtures("where_flags_live")
-def test_lr_monitor_shows_the_rate_that_is_used(tmp_path: Any) -> None:
-    from lightning.pytorch.loggers import CSVLogger
-
-    module = functools.partial(Toy, fused_adamw, None, halving)
-    logger = CSVLogger(tmp_path)
-    poison = Poison(gradient=[1])
-    fit(module, Plugins(True).scaled(), batches(4), logger=logger, callbacks=[poison, LearningRateMonitor()])
-    rates = [float(row["lr-AdamW"]) for row in logger.experiment.metrics if "lr-AdamW" in row]
-    assert not rates or rates == pytest.approx([0.01, 0.005, 0.005, 0.0025])
-    assert "lr-AdamW" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()

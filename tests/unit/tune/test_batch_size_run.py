@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from zoo.compared import Sea, Waves, here
 
 from lightning_amp.compare import Run, Spec
@@ -158,34 +158,6 @@ class Endless(Ocean):
         return DataLoader(Stream(), batch_size=self.batch_size)
 
 
-class Several(Ocean):
-    """One loader with as many rows as its sampler draws, and one shorter loader."""
-
-    def train_dataloader(self) -> Any:
-        sampler = RandomSampler(self.data, replacement=True, num_samples=300)
-        rest = TensorDataset(*self.data[:7])
-        return [DataLoader(self.data, self.batch_size, sampler=sampler), DataLoader(rest, self.batch_size)]
-
-
-class Slices(Ocean):
-    """Whole batches at once: the loader collates nothing."""
-
-    def train_dataloader(self) -> Any:
-        starts = range(0, len(self.data), self.batch_size)
-        return DataLoader(self.data, batch_size=None, sampler=[slice(i, i + self.batch_size) for i in starts])  # type: ignore
-
-
-class Indices(Ocean):
-    def train_dataloader(self) -> Any:
-        batches = BatchSampler(RandomSampler(self.data), self.batch_size, drop_last=False)
-        return DataLoader(self.data, batch_size=None, sampler=batches)
-
-
-class TakesTheFirst(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch[0], batch_idx)
-
-
 class Dropped(Ocean):
     batch_size = 200
 
@@ -197,10 +169,7 @@ class Dropped(Ocean):
     ("data", "module", "expected"),
     [
         (Endless, Plain, (None, 8)),
-        (Several, TakesTheFirst, (300, 8)),
         (Dropped, Plain, (None, 0)),
-        (Slices, Plain, (None, 8)),
-        (Indices, Plain, (None, 8)),
     ],
 )
 def test_how_many_rows(data: Any, module: Any, expected: Any, tmp_path: Path) -> None:

@@ -109,14 +109,6 @@ def test_batches_that_do_not_follow() -> None:
     assert len(runs.sizes) == 2
 
 
-def test_a_loader_with_half_of_it() -> None:
-    class Half(MadeUp):
-        def noted(self, rows: int) -> Facts:
-            return replace(self.facts, rows=rows // 2)
-
-    assert search(Half(linear, replace(FACTS, num_rows=100))).batch_size == 200
-
-
 def test_nothing_fits() -> None:
     runs = MadeUp(lambda rows: 2.0 + rows)
     message = r"^`memory_limit_gib` must hold the smallest batch; in fp32 a batch of 1 holds 3 GiB, and the limit is 1"
@@ -177,14 +169,6 @@ def test_an_error_of_the_module() -> None:
     message = r"^Training in fp32 failed at batch size 32: KeyError: 1 \(/home/me/net.py, line 12, in training_step\).$"
     with pytest.raises(RunFailedError, match=message):
         search(Broken(linear))
-
-
-def test_killed_before_anything_is_known() -> None:
-    def killed(*_: Any) -> tuple[Run, Facts]:
-        return Run("fp32", 0, error="its process was killed by SIGKILL", killed_by="SIGKILL"), Facts()
-
-    with pytest.raises(RunFailedError, match=r"^Training in fp32 failed: its process was killed by SIGKILL"):
-        search(killed)
 
 
 def test_what_an_optimizer_step_sees() -> None:
