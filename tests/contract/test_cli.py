@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 from lightning.pytorch.cli import LightningCLI
 from support import Toy, batches
@@ -42,6 +45,9 @@ SCALER = """
 """
 
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse warns about how Lightning calls it
+
+
 class CliToy(Toy):
     def __init__(self) -> None:
         super().__init__()
@@ -50,66 +56,56 @@ class CliToy(Toy):
         return batches()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse warns about how Lightning calls it
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., L.Trainer]:
+    """Return a function that fits by a LightningCLI, with a YAML or with arguments."""
+    monkeypatch.chdir(tmp_path)
+
+    def fit(*arguments: str, module: type[Toy] = CliToy, precision: str = "", settings: str = "") -> L.Trainer:
+        Path("config.yaml").write_text(CONFIG.format(precision=precision, scaler=settings.strip("\n")))
+        monkeypatch.setattr(sys, "argv", ["train.py", "fit", *(arguments or ("--config", "config.yaml"))])
+        return LightningCLI(module, save_config_callback=None).trainer
+
+    return fit
+
+
 @pytest.mark.parametrize(
     ("precision", "scaler"), [("bf16-mixed", ""), ("fp16", SCALER), ("fp16", "        scaler: 256.0"), ("16", "")]
 )
-def test_from_yaml(precision: str, scaler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.format(precision=precision, scaler=scaler.strip("\n")))
-    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", str(path)])
-    monkeypatch.chdir(tmp_path)
-    cli = LightningCLI(CliToy, save_config_callback=None)
-    plugin = cli.trainer.strategy.precision_plugin
+def test_from_yaml(precision: str, scaler: str, run: Any) -> None:
+    trainer = run(precision=precision, settings=scaler)
+    plugin = trainer.precision_plugin
     assert type(plugin) is AmpPrecision
     assert plugin.num_steps + plugin.num_skipped == 8
     assert plugin.precision == {"bf16-mixed": "bf16-mixed", "fp16": "16-mixed", "16": "16-mixed"}[precision]
     if scaler:
         assert plugin.last_step.scale in {1024.0, 2048.0, 4096.0, 256.0, 512.0}
-    assert any(isinstance(c, ScaleMonitor) and c.history.num_attempted == 8 for c in cli.trainer.callbacks)
+    assert any(isinstance(c, ScaleMonitor) and c.history.num_attempted == 8 for c in trainer.callbacks)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse warns about how Lightning calls it
 @pytest.mark.parametrize("machine", ["bf16", "fp16", "fp32"])
-def test_one_yaml_for_all_machines(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_yaml_for_all_machines(machine: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 39."""
     monkeypatch.setattr(Choice, "pick", lambda *_: (Choice.of(machine), "this test says so"))
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.format(precision="auto", scaler=SCALER.strip("\n")))
-    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", str(path)])
-    monkeypatch.chdir(tmp_path)
-    plugin = LightningCLI(CliToy, save_config_callback=None).trainer.strategy.precision_plugin
+    plugin = run(precision="auto", settings=SCALER).precision_plugin
     assert (plugin.scaler is not None) == (machine == "fp16")
     assert plugin.num_steps + plugin.num_skipped == 8
     assert plugin.last_step.scale in ({1024.0, 2048.0, 4096.0} if machine == "fp16" else {1.0})
 
 
-FORWARD = """
-        fp32_modules: {rules}
-        eval_precision: {evaluate}
-"""
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse warns about how Lightning calls it
 @pytest.mark.parametrize(
-    ("rules", "expected"),
+    ("rules", "expected", "evaluate"),
     [
-        ('["net.0", "*.2"]', ("net.0", "*.2")),
-        ("[torch.nn.Linear, net.1]", (nn.Linear, "net.1")),
-        ("[]", ()),
+        ('["net.0", "*.2"]', ("net.0", "*.2"), "fp32"),
+        ("[torch.nn.Linear, net.1]", (nn.Linear, "net.1"), "32-true"),
+        ("[]", (), "16"),
+        ("[]", (), "auto"),
+        ("[]", (), "null"),
     ],
 )
-@pytest.mark.parametrize("evaluate", ["fp32", "32-true", "16", "auto", "null"])
-def test_fp32_modules_and_eval_precision_from_yaml(
-    rules: str, expected: tuple[object, ...], evaluate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "config.yaml"
-    settings = FORWARD.format(rules=rules, evaluate=evaluate).strip("\n")
-    path.write_text(CONFIG.format(precision="bf16", scaler=settings))
-    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", str(path)])
-    monkeypatch.chdir(tmp_path)
-    cli = LightningCLI(CliToy, save_config_callback=None)
-    plugin = cli.trainer.strategy.precision_plugin
+def test_fp32_modules_and_eval_precision_from_yaml(rules: str, expected: Any, evaluate: str, run: Any) -> None:
+    settings = f"        fp32_modules: {rules}\n        eval_precision: {evaluate}"
+    plugin = run(precision="bf16", settings=settings).precision_plugin
     assert plugin.fp32_modules == expected
     assert plugin.num_steps == 8
     assert repr(plugin) == "AmpPrecision('bf16')"
@@ -123,16 +119,13 @@ QUIET = [
 
 
 @pytest.mark.filterwarnings("ignore:No seed found")  # unless an earlier test has set one
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse warns about how Lightning calls it
 @pytest.mark.parametrize(
     ("spelling", "precision"),
     [("16", "16-mixed"), ("torch.bfloat16", "bf16-mixed"), ("float16", "16-mixed"), ("32", "32-true")],
 )
-def test_from_the_command_line(spelling: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_the_command_line(spelling: str, precision: str, run: Any) -> None:
     arguments = ["--trainer.plugins.precision", spelling, "--trainer.plugins.eval_precision", spelling]
-    monkeypatch.setattr(sys, "argv", ["train.py", "fit", *QUIET, *arguments])
-    monkeypatch.chdir(tmp_path)
-    plugin = LightningCLI(CliToy, save_config_callback=None).trainer.strategy.precision_plugin
+    plugin = run(*QUIET, *arguments).precision_plugin
     assert type(plugin) is AmpPrecision
     assert plugin.precision == precision
     assert plugin.num_steps + plugin.num_skipped == 8
@@ -155,12 +148,8 @@ class DeepCliToy(Toy):
 
 
 @needs_torchao
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:lightning_amp. fp8 is emulated")
-def test_fp8_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:lightning_amp. fp8 is emulated")
+def test_fp8_from_yaml(run: Any) -> None:
     float8()
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.format(precision="fp8", scaler=FP8.strip("\n")))
-    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", str(path)])
-    monkeypatch.chdir(tmp_path)
-    plugin = LightningCLI(DeepCliToy, save_config_callback=None).trainer.strategy.precision_plugin
+    plugin = run(module=DeepCliToy, precision="fp8", settings=FP8).precision_plugin
     assert list(plugin.fp8_layers.values()).count(None) == 4

@@ -61,26 +61,11 @@ function contrast(element) {
   const [low, high] = [luminance(over(color, below)), luminance(below)].sort((a, b) => a - b);
   return (high + 0.05) / (low + 0.05);
 }
-function overlap(a, b) {
-  const width = Math.min(a.right, b.right) - Math.max(a.left, b.left);
-  return width > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
-}
 function look() {
   const all = [...document.querySelectorAll("body *")].filter(e => !e.matches("script, title"));
   const hasText = e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim());
   const texts = all.filter(e => hasText(e) && e.getClientRects().length);
   const faint = texts.map(e => [contrast(e), e.textContent.trim().slice(0, 60)]).sort((a, b) => a[0] - b[0]);
-  const cut = [], overlapping = [];
-  for (const svg of document.querySelectorAll("svg[role=img]")) {
-    const frame = svg.getBoundingClientRect();
-    const boxes = [...svg.querySelectorAll("text")].map(e => [e.textContent, e.getBoundingClientRect()]);
-    const isCut = box => box.left < frame.left - 1 || box.right > frame.right + 1
-      || box.top < frame.top - 1 || box.bottom > frame.bottom + 1;
-    cut.push(...boxes.filter(([_, box]) => isCut(box)).map(([text, _]) => text));
-    boxes.forEach(([text, box], i) => boxes.slice(i + 1).forEach(([other, next]) => {
-      if (overlap(box, next)) overlapping.push(text + " / " + other);
-    }));
-  }
   const outside = all.filter(e => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest(".scroll, svg"));
   return {
     width: innerWidth,
@@ -90,7 +75,6 @@ function look() {
     page_color: getComputedStyle(document.body).backgroundColor,
     faintest: faint[0],
     num_texts: texts.length,
-    cut, overlapping,
     unlabelled: [...document.querySelectorAll("svg")].filter(e => e.getAttribute("aria-hidden") !== "true"
       && !(e.getAttribute("role") === "img" && e.getAttribute("aria-label") && e.querySelector("title"))).length,
     num_charts: document.querySelectorAll("svg[role=img]").length,
