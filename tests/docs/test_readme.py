@@ -1,7 +1,7 @@
 """Every python block of the README and of the documentation runs as it stands, in order, in one namespace per file.
 
 A block that needs what the tests do not install says so in the line before it: `<!-- needs accelerate -->` runs where
-that can be imported, `<!-- not run: needs apex -->` nowhere. Both are compiled everywhere.
+that can be imported, `<!-- not run: needs package -->` nowhere. Both are compiled everywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import pytest
 from support.accelerate_state import own_accelerate
-from support.fp8 import needs_torchao
 from zoo.compared import here
 
 from lightning_amp.compare import _compare
@@ -96,11 +95,10 @@ def arms_in_this_process(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def marks_of(document: Path) -> list[pytest.MarkDecorator]:
     """Pages that measure take a quarter of a minute and more."""
     measures = document.stem in {"doctor", "batch_size", "decide"}
-    return [*([needs_torchao] if document.stem == "fp8" else []), *([pytest.mark.slow] if measures else [])]
+    return [pytest.mark.slow] if measures else []
 
 
 @pytest.mark.usefixtures("arms_in_this_process")
-@pytest.mark.filterwarnings("ignore:lightning_amp. fp8 is emulated")
 @pytest.mark.filterwarnings("ignore:Precision .* is not supported by the model summary")
 # Ours, and true: of a CPU without bf16 instructions, on which the documentation has to run, too.
 @pytest.mark.filterwarnings(r"ignore:lightning_amp. precision 'bf16' found .*\n  - this device emulates [^\n]*\Z")
