@@ -26,11 +26,12 @@ def page(records: Sequence[Record]) -> str:
     """
     machines = sorted({record.machine for record in records}, key=lambda machine: (machine.tiny, machine))
     parts = [_words.TITLE]
-    if not machines:
-        parts += [f"**{NOT_YET.capitalize()}**: no GPU was available so far.", "", *_claims(None, {}), ""]
     for machine in machines:
         parts += [*_section(machine, [record for record in records if record.machine == machine]), ""]
-    parts += [_words.WHY, "", *_fixed_memory(), "", _words.HOW, "", *_sizes(), "", _words.RUN]
+    if machines:
+        parts += [_words.WHY, "", *_fixed_memory(), "", _words.HOW, "", *_sizes(), "", _words.RUN]
+    else:
+        parts += [f"**{NOT_YET.capitalize()}**: no GPU was available so far.", "", *_claims(None, {}), "", _words.RUN]
     return "\n".join(parts).rstrip() + "\n"
 
 

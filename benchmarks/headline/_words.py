@@ -41,9 +41,8 @@ HOW = """\
 
 - Each run has its own process. It warms up until the loss scale has settled, and then times about 30 steps, or as many
   as take 5 s. A run has no figures if a timed step was skipped, or if the last loss is not finite. The speed is the
-  median over the timed steps, followed by the middle half. A ratio
-  compares one process of each arm, run one after the other, so it has no interval. Two processes of the same arm can
-  differ by some per cent, and by more on a busy machine. `compare_precisions` with several seeds gives the interval.
+  median over the timed steps, followed by the middle half. A ratio compares one process of each arm, run one after the
+  other, so it has no interval. A run that does not fit into memory is recorded too.
 - "Strict fp32" is `torch.set_float32_matmul_precision("highest")` and `torch.backends.cudnn.allow_tf32 = False`. All
   other arms use TF32, also for the fp32 parts of mixed precision. "Lightning's own" is Lightning's plugin in the same
   format; fp8 is compared with its bf16.
@@ -77,9 +76,8 @@ python -m benchmarks.headline --tiny                 # a quick trial on a CPU, w
 
 It needs a checkout, torch, lightning, torchmetrics and transformers. ResNet-50 and EfficientNet-B7 come from
 torchvision, or from transformers if torchvision is missing. fp8 needs torchao. Nothing is downloaded. The records
-are in `headline.json` beside this page, one per line; `--page-only` writes the page from them. Each device, and each
-set of versions, has its own section. A run that does not fit into memory is recorded too. `--retry` repeats runs that
-failed or took too long.
+are in `headline.json` beside this page, one per line; `--page-only` writes the page from them, with the method of
+measurement. `--retry` repeats runs that failed or took too long.
 """
 
 OPTIMIZERS = {"AdamW": "AdamW, 16 bytes per parameter", "SGD": "SGD with momentum, 12 bytes per parameter"}

@@ -2,7 +2,7 @@
 
 Parameters are gathered and gradients reduced in float32, and autocast casts inside each layer, as on one device. Only
 then does sharding change no result. Norms, residuals, losses and `fp32_modules` get float32 parameters, and batches are
-not cast. `docs/guide/fsdp.md` has the cost, and explains how to gather in half precision instead.
+not cast. `docs/guide/many_devices.md` has the cost, and explains how to gather in half precision instead.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def as_text(representation: str) -> str:
 
 FP8_SHARDED = (
     "For fp8 with sharded parameters use FSDP2: `Trainer(strategy=ModelParallelStrategy(), plugins=[AmpPrecision("
-    "'fp8')])`, with `fully_shard` in `configure_model` (`docs/guide/fsdp.md`)"
+    "'fp8')])`, with `fully_shard` in `configure_model` (`docs/guide/many_devices.md`)"
 )
 """Advice for FSDP1, which cannot run fp8."""
 

@@ -100,7 +100,7 @@ class Overflow:
 
     @property
     def line(self) -> str:
-        """Return the line that is to blame, such as `losses.py:75`; empty if it is not known."""
+        """Return the file and the line that are to blame, joined by a colon; empty if they are not known."""
         operation = self.operation
         return f"{Path(operation.file).name}:{operation.line}" if operation is not None and operation.file else ""
 

@@ -1,7 +1,7 @@
 """Every python block of the README and of the documentation runs as it stands, in order, in one namespace per file.
 
 A block that needs what the tests do not install says so in the line before it: `<!-- needs accelerate -->` runs where
-that can be imported, `<!-- not run: needs apex -->` nowhere. Both are compiled everywhere.
+that can be imported, `<!-- not run: needs package -->` nowhere. Both are compiled everywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import pytest
 from support.accelerate_state import own_accelerate
-from support.fp8 import needs_torchao
 from zoo.compared import here
 
 from lightning_amp.compare import _compare
@@ -70,9 +69,9 @@ def run_blocks(document: Path) -> None:
             exec(compiled, namespace)
 
 
-def test_the_readme_has_blocks() -> None:
+def test_the_readme_and_the_page_that_it_begins_with_have_blocks() -> None:
     assert ROOT / "README.md" in EXECUTABLE
-    assert len(blocks_of(ROOT / "README.md")) >= 2
+    assert len(blocks_of(ROOT / "docs" / "get_started.md")) >= 2
 
 
 def test_no_block_is_overlooked() -> None:
@@ -95,11 +94,10 @@ def arms_in_this_process(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def marks_of(document: Path) -> list[pytest.MarkDecorator]:
     """Pages that measure take a quarter of a minute and more."""
     measures = document.stem in {"doctor", "batch_size", "decide"}
-    return [*([needs_torchao] if document.stem == "fp8" else []), *([pytest.mark.slow] if measures else [])]
+    return [pytest.mark.slow] if measures else []
 
 
 @pytest.mark.usefixtures("arms_in_this_process")
-@pytest.mark.filterwarnings("ignore:lightning_amp. fp8 is emulated")
 @pytest.mark.filterwarnings("ignore:Precision .* is not supported by the model summary")
 # Ours, and true: of a CPU without bf16 instructions, on which the documentation has to run, too.
 @pytest.mark.filterwarnings(r"ignore:lightning_amp. precision 'bf16' found .*\n  - this device emulates [^\n]*\Z")

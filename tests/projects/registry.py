@@ -45,7 +45,7 @@ class Project(Entry):
     """A project's function, and what it needs. One with the tag `quick` also runs in `make test-all`.
 
     Args:
-        family: The heading of its table.
+        family: Its group, by which `--family` selects it.
         make: Returns a `Setup`.
         what: The line in the table; by default the first one of the function's docstring.
         needs: Names that must be importable: packages, or attributes (`"torch.optim.Muon"`).

@@ -1,4 +1,4 @@
-"""Write the compatibility page: one table per family, then the findings."""
+"""Write the compatibility page: a table, then the first finding about each project and precision."""
 
 from __future__ import annotations
 
@@ -30,76 +30,55 @@ This page lists small projects in the style of other people's code. Each is trai
 with Lightning's own plugin, from one seed and for a few optimizer steps on the CPU. `make projects` writes this page.
 The code is in `tests/projects/`, and `tests/projects/judge.py` compares the results.
 
-Each number is an error against plain fp32, **with `AmpPrecision` / with Lightning's own plugin**:
-
-- The error of the gradients is `||g - g32|| / ||g32||` in the first optimizer step.
-- The error of the losses is the largest difference, relative to the largest loss.
-- *bit-identical* means that the trained weights equal the weights with Lightning's own plugin, bit for bit.
-- The applied steps are those with `AmpPrecision` / with Lightning's plugin / in fp32. With the
-  default loss scale of 2^16 the first steps may be skipped. The errors of a run with skipped steps come from a second
-  run that starts at 2^6.
-- The fp32 verdict compares `AmpPrecision("fp32")` with no plugin at all. All precisions are also run with the four
-  callbacks. Neither plugin nor callbacks may change a bit.
+An error of the gradients is `||g - g32|| / ||g32||` in the first optimizer step, **with `AmpPrecision` / with
+Lightning's own plugin**. The applied steps are those with `AmpPrecision` / with Lightning's plugin / in fp32. With the
+default loss scale of 2^16 the first steps may be skipped. The errors of a run with skipped steps come from a second run
+that starts at 2^6. `AmpPrecision("fp32")` is compared with no plugin at all. All precisions are also run with the four
+callbacks. Neither plugin nor callbacks may change a bit.
 
 The verdict names the cause of a problem. It is *OURS* if `AmpPrecision` fails or is less exact than Lightning's own
 plugin. It is *autocast* if both fail in the same way, and *Lightning's plugin* if only Lightning's plugin fails or is
-less exact. Without a problem it is *ok*.
+less exact.
 """
+BY_WEIGHT = (WRONG, OURS, AUTOCASTS, STOCKS, NOTE)
+HEAD = ("project", "bf16 gradient error", "fp16 gradient error", "fp16 applied steps", "verdict")
 
 
 def page(results: list[Result]) -> str:
     """Write the page in Markdown."""
-    lines = [INTRODUCTION, summary(results), "", machine(), ""]
-    for family in dict.fromkeys(r.family for r in results):
-        rows = [r for r in results if r.family == family]
-        lines += [f"## {family[0].upper()}{family[1:]}", "", *table(rows), ""]
-        notes = [f"- `{r.project}`, {escape(str(f))}" for r in rows for f in r.findings]
-        lines += [*notes, ""] if notes else []
+    rows = [HEAD, ["---"] * len(HEAD), *map(cells_of, results)]
+    lines = [INTRODUCTION, summary(results), "", machine(), "", *(f"| {' | '.join(row)} |" for row in rows), ""]
+    for r in results:
+        worst = sorted((f for f in r.findings if f.whose != NOTE), key=lambda f: BY_WEIGHT.index(f.whose))
+        first = {f.precision: f for f in reversed(worst)}
+        lines += [f"- `{r.project}`, {escape(str(first[precision]))}" for precision in sorted(first)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def table(rows: list[Result]) -> list[str]:
-    head = ["project", "fp32 verdict"]
-    for precision in ("bf16", "fp16"):
-        head += [
-            f"{precision} gradient error",
-            f"{precision} loss error",
-            *(["fp16 applied steps"] if precision == "fp16" else []),
-            f"{precision} verdict",
-        ]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for r in rows:
-        cells = [f"`{r.project}`: {escape(r.description)}"]
-        if r.skipped:
-            cells += [escape(f"not run: {r.skipped}"), *[""] * (len(head) - 3)]
-        else:
-            cells += [r.verdict("fp32"), *cells_of(r, "bf16"), *cells_of(r, "fp16")]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+def cells_of(r: Result) -> list[str]:
+    name = f"`{r.project}`: {escape(r.description)}"
+    if r.skipped:
+        return [name, "", "", "", escape(f"not run: {r.skipped}")]
+    gradients = [gradient_errors(r, precision) for precision in ("bf16", "fp16")]
+    fp16 = r.errors.get("fp16")
+    steps = f"{fp16['ours'].applied} / {fp16['stock'].applied} / {r.steps}" if fp16 else "not run"
+    verdicts = [f"{p}: {r.verdict(p)}" for p in ("fp32", "bf16", "fp16") if r.verdict(p) != "ok"]
+    return [name, *gradients, steps, ", ".join(verdicts) or "ok"]
 
 
-def cells_of(result: Result, precision: str) -> list[str]:
-    columns = 4 if precision == "fp16" else 3
+def gradient_errors(result: Result, precision: str) -> str:
     if precision not in result.errors:
-        return ["not run", *[""] * (columns - 1)]
+        return "not run"
     ours, stock = result.errors[precision]["ours"], result.errors[precision]["stock"]
-    both_fail = bool(ours.failed and stock.failed)
-    cells = [
-        "both fail" if both_fail else f"{number(ours, name)} / {number(stock, name)}" for name in ("gradient", "losses")
-    ]
-    if precision == "fp16":
-        cells += [f"{ours.applied} / {stock.applied} / {result.steps}"]
-    same = ", bit-identical" * result.same_bits_as_stock.get(precision, False)
-    return [*cells, result.verdict(precision) + same]
+    return "both fail" if ours.failed and stock.failed else f"{number(ours)} / {number(stock)}"
 
 
-def number(errors: Errors, name: str) -> str:
+def number(errors: Errors) -> str:
     if errors.failed:
         return "fails"
-    value = getattr(errors, name)
-    if math.isnan(value):
+    if math.isnan(errors.gradient):
         return "-"
-    return "0" if value == 0 else f"{value:.2g}"
+    return "0" if errors.gradient == 0 else f"{errors.gradient:.2g}"
 
 
 def summary(results: list[Result]) -> str:
@@ -108,7 +87,7 @@ def summary(results: list[Result]) -> str:
     kinds = Counter[str]()
     for r in ran:
         said = {f.whose for f in r.findings}
-        kinds[next((k for k in (WRONG, OURS, AUTOCASTS, STOCKS, NOTE) if k in said), "ok")] += 1
+        kinds[next((k for k in BY_WEIGHT if k in said), "ok")] += 1
     same = {p: sum(r.same_bits_as_stock.get(p, False) for r in ran) for p in ("bf16", "fp16")}
     counts = ", ".join(
         f"{kinds[kind]} {words}"

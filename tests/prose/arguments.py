@@ -1,4 +1,4 @@
-"""The guides name every argument of the public classes, and every key that is logged."""
+"""The docstrings, which the reference shows, name every argument of the public classes and every key that is logged."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ import pytest
 
 import lightning_amp
 
-ROOT = Path(__file__).parents[2]
-GUIDES = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "guide").glob("*.md")))
-ARGUMENTS = [
-    (name, argument)
-    for name in lightning_amp.__all__
-    if inspect.isclass(item := getattr(lightning_amp, name))
-    for argument in inspect.signature(item).parameters
-]
+CALLBACKS = Path(__file__).parents[2] / "lightning_amp" / "callbacks"
+CLASSES = {name: item for name in lightning_amp.__all__ if inspect.isclass(item := getattr(lightning_amp, name))}
+DOCSTRINGS = {name: inspect.getdoc(item) or "" for name, item in CLASSES.items()}
+ARGUMENTS = [(name, argument) for name, item in CLASSES.items() for argument in inspect.signature(item).parameters]
 KEYS = sorted(
     {
         key.removesuffix("/")
-        for path in (ROOT / "lightning_amp" / "callbacks").glob("*.py")
+        for path in CALLBACKS.glob("*.py")
         for key in re.findall(r'"(amp/[a-z0-9_/]+)"', path.read_text(encoding="utf-8"))
     }
 )
@@ -34,12 +30,12 @@ def is_named(word: str, text: str) -> bool:
 
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids=lambda value: value)
 def test_every_argument(name: str, argument: str) -> None:
-    assert is_named(argument, GUIDES), f"no guide names `{argument}` of `{name}`"
+    assert re.search(rf"^ +{argument}: \S", DOCSTRINGS[name], re.MULTILINE), "its docstring has no entry for it"
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key(key: str) -> None:
-    assert is_named(key, GUIDES), f"no guide names `{key}`"
+    assert is_named(key, "\n".join(DOCSTRINGS.values())), f"no docstring names `{key}`"
 
 
 def test_there_is_something_to_look_for() -> None:
