@@ -83,7 +83,7 @@ class Fp32Region:
 
         @functools.wraps(function)
         def in_fp32(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self:
+            with Fp32Region():  # threads must not share one
                 return call(*to_fp32(args, HALF_DTYPES), **to_fp32(kwargs, HALF_DTYPES))
 
         return in_fp32

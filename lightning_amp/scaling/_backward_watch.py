@@ -1,12 +1,14 @@
-"""Notice what goes past :class:`OptimizerSteps`: backwards without the loss scale, and steps on scaled gradients."""
+"""Notice what goes past :class:`OptimizerSteps`: backwards by hand, with the loss scale or without it, and steps."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -43,11 +45,10 @@ class BackwardWatch:
         self._before = [p.grad for p in self._first.values()]
 
     def __exit__(self, *exc: object) -> None:
-        self.in_scaled_backward = False
         for p, before in zip(self._first.values(), self._before, strict=False):
             if p.grad is not None and p.grad is not before:  # FSDP assigns gradients, so that no hook sees them
-                self._latest[id(p)] = self.count
-        self._before = []
+                self._note(p)
+        self.in_scaled_backward, self._before = False, []
 
     def watch(self, params: Iterable[Any]) -> None:
         """Watch parameters; a lazy one takes no hook before its first forward."""
@@ -102,6 +103,48 @@ class BackwardWatch:
     def came_plain(self, optimizer: Optimizer) -> bool:
         """Return whether a backward without the loss scale has added to the gradients of an optimizer."""
         return any(p.grad is not None and id(p) in self._plain for p in parameters(optimizer))
+
+
+@final
+class ByHand:
+    """Answers `scaler.scale(loss).backward()` during a run, for its :class:`OptimizerSteps`."""
+
+    def __init__(self, steps: Any, watch: BackwardWatch) -> None:
+        self._steps: Any = weakref.proxy(steps)
+        self._watch = watch
+        self._runs = False  # whether a backward runs whose loss the user has scaled
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply losses whose backward the user runs."""
+        if not isinstance(outputs, Tensor):
+            many = [self.scale(output) for output in outputs]
+            return tuple(many) if isinstance(outputs, tuple) else many
+        self._runs = self._watch.in_scaled_backward = False  # after an error inside a backward
+        self._steps.begin_backward()
+        scaler = self._steps.scaler
+        scaled = scaler.multiply(outputs)
+        if scaled.requires_grad:
+            scaled.register_hook(partial(self._begin, outputs.detach(), scaler.scale_tensor))
+        return scaled
+
+    def _begin(self, loss: Tensor, scale: Tensor, gradient: Tensor) -> None:
+        """Bring gradients to the scale of the backward that has reached a scaled loss."""
+        if self._watch.in_scaled_backward and not self._runs:
+            raise RuntimeError(
+                "The loss was multiplied by the loss scale twice: by `scaler.scale(loss)`, and by the plugin. Call"
+                f" `{self._steps.calls.backward}` without `scaler.scale`."
+            )
+        if not self._runs:  # otherwise the same backward has begun with another loss
+            self._runs = True
+            self._watch.__enter__()
+            _torch.call_after_backward(self._end)
+            self._steps.carry(scale)
+        self._steps.add_loss(loss)
+
+    def _end(self) -> None:
+        self._runs = False
+        self._watch.__exit__()
+        self._steps.forget_scale_without_gradients()  # of a `torch.autograd.grad`
 
 
 @final

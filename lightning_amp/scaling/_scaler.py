@@ -199,7 +199,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
     @override
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss of any shape, or nested iterables of losses, by the scale."""
-        return self.multiply(outputs) if self._owner is None else self._owner.scale(outputs)
+        return self.multiply(outputs) if self._owner is None else self._owner.by_hand.scale(outputs)
 
     def multiply(self, outputs: Any) -> Any:
         """Multiply losses by the scale.
@@ -254,7 +254,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         if self._owner is not None:
             raise RuntimeError(
                 f"`scaler.{method}` was called in a run that steps, skips and moves the scale itself. Call"
-                f" {self._owner.step_call}, and leave out `scaler.step` and `scaler.update`."
+                f" {self._owner.calls.step}, and leave out `scaler.step` and `scaler.update`."
             )
 
     @property

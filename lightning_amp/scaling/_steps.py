@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp._compat import _modules, _torch
-from lightning_amp.scaling._backward_watch import THREAD, BackwardWatch, StepGuard
-from lightning_amp.scaling._by_hand import ByHand
+from lightning_amp.scaling._backward_watch import THREAD, BackwardWatch, ByHand, StepGuard
 from lightning_amp.scaling._early_moves import num_edits, snapshot
 from lightning_amp.scaling._gradients import has_gradients, parameters
 from lightning_amp.scaling._log import RecordLog, StepResult
@@ -86,8 +85,8 @@ class OptimizerSteps:
             known = self._known_parameters()
             self._watch.watch(p for p in watched if id(p) not in known)
             self._guard = StepGuard(self, self._watch)
-            self._by_hand = ByHand(self, self._watch)
-            self.scaler.serve(self._by_hand)
+            self.by_hand = ByHand(self, self._watch)
+            self.scaler.serve(self)
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -188,6 +187,7 @@ class OptimizerSteps:
             self._scale_has_changed = True
         done: set[int] = set()  # parameters that two optimizers share are rescaled once
         for state in sorted(self._states.values(), key=lambda state: state.is_scaled):
+            self._see_assigned(state)
             state.carry(to, done)
             if len(self._states) > 1:
                 done.update(id(p) for p in parameters(state.optimizer))
@@ -242,9 +242,13 @@ class OptimizerSteps:
 
     def _unfold(self, state: GradientState) -> None:
         """Unscale what an earlier step has left, but not what the user has assigned since."""
+        self._see_assigned(state)
+        state.unfold()
+
+    def _see_assigned(self, state: GradientState) -> None:
+        """Treat gradients that the user has assigned as true ones."""
         if self._watch is not None and self._watch.was_assigned(state):
             state.release()
-        state.unfold()
 
     def _fold(self, state: GradientState, max_norm: float | None) -> bool:
         """Leave unscaling and clipping to a fused optimizer. Return whether that is possible."""
@@ -350,6 +354,9 @@ class OptimizerSteps:
             if undo is not None:
                 undo()
             output = result
+        except BaseException:
+            state.folded = False  # the kernel that divides by the scale did not run
+            raise
         finally:
             THREAD.steps = outer
             if state.decides_on_device:
@@ -383,7 +390,6 @@ class OptimizerSteps:
                 _torch.set_found_inf(optimizer, state.found_inf)
                 return skip
             return Skip.YES if state.wait(asks_for_loss=plan.asks_for_loss or self.log.wants_losses) else Skip.NO
-        state.keep_spare(skip)
         return skip
 
     def check_step(self, optimizer: Optimizer) -> None:

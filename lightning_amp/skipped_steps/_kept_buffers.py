@@ -98,6 +98,11 @@ class KeptBuffers:
         self._will_step = False  # whether the open window had a backward, so that an optimizer step will follow
         self._had_backward = False  # whether this training step had one
 
+    @property
+    def window_is_open(self) -> bool:
+        """Return whether a training step has begun since the last attempted optimizer step."""
+        return self._before is not None
+
     def enter_step(self) -> None:
         """Copy the buffers if a window opens with this training step."""
         self.settle()  # the previous step, if it had no backward, because no flag will show whether it was finite

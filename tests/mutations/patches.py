@@ -57,8 +57,8 @@ SCALING = [
     Mutation(
         "a fused optimizer steps with infinite gradients",
         "scaling/_state.py",
-        "found_inf = gradients.check(self._new_flag(device))\n        else:",
-        "found_inf = self._new_flag(device)\n        else:",
+        "found_inf = gradients.check(new_flag(device))\n        else:",
+        "found_inf = new_flag(device)\n        else:",
         (f"{SKIPPED}test_counters",),
     ),
     Mutation(
