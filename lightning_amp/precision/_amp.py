@@ -122,10 +122,10 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
         require_bool("upcast_parameters", upcast_parameters)
         self.upcast_parameters = upcast_parameters
         self._fp8_layers: dict[str, str | None] = {}
+        self._choice, self.scaler = self._settings.first()
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        self._choice, self.scaler = self._settings.first()
         self._last_trainer = LastTrainer()
         self._derivatives = DerivativeScale()
         self.records = RecordLog(describe_skips=self._describe_skips)  # callbacks subscribe to it
@@ -397,9 +397,7 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        choice, scaler = self._choice, self.scaler
         self._start_afresh()
-        self._choice, self.scaler = choice, scaler
 
     @override
     def teardown(self) -> None:

@@ -141,8 +141,7 @@ class Run:
         """Show the true loss to hooks, bring all gradients that are still there to its scale, and return it scaled."""
         if self.fold_plan.current().somebody_sees_backward:
             _lightning.run_hook(self.module, "on_before_backward", loss)
-        if self.protection.active:
-            self.protection.note_backward()
+        self.protection.note_backward()
         scaled = steps.scale_loss(loss)
         if steps.scaler is not None and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             self._checked = loss
@@ -185,13 +184,14 @@ class Run:
         """
         compute = partial(self._compute, closure, optimizer)
         update = partial(self._before_update, steps, optimizer)
-        plan = self._plan(optimizer, closure is not do_nothing_closure)
+        fold, max_norm = self.fold_plan.current().fold()
+        host_must_know, in_closure = self.protection.host_must_know(optimizer), closure is not do_nothing_closure
+        plan = StepPlan(fold, max_norm, host_must_know, self.protection.asks_for_loss, in_closure)
         try:
             output, result = steps.step(optimizer, compute, update, plan, **kwargs)
         except HalfGradientsError as error:
             raise ValueError(f"lightning_amp: {_refusals.half_in_a_step(self.module) or error}.") from error
-        if self.protection.active:
-            self.protection.observe(optimizer, result)
+        self.protection.observe(optimizer, result)
         if self._may_turn_half:
             self._may_turn_half = False
             if found := _refusals.half_in_a_step(self.module):
@@ -200,21 +200,13 @@ class Run:
             steps.end_round()
         return output
 
-    def _plan(self, optimizer: Optimizer, in_closure: bool) -> StepPlan:
-        fold, max_norm = self.fold_plan.current().fold()
-        protection = self.protection
-        if not protection.active:  # a step with nothing to protect does not read the flag
-            return StepPlan(fold, max_norm, in_closure=in_closure)
-        return StepPlan(fold, max_norm, protection.host_must_know(optimizer), protection.asks_for_loss, in_closure)
-
     def _compute(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         if self._automatic:  # Lightning's closure itself enters the context of `training_step`
             output = closure()
         else:
             with self._plugin.forward_context():
                 output = closure()
-        if self.protection.active:
-            self.protection.before_step(optimizer)
+        self.protection.before_step(optimizer)
         return output
 
     def _before_update(self, steps: OptimizerSteps, optimizer: Optimizer) -> None:

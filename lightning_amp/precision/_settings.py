@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from typing_extensions import final
 
-from lightning_amp._arguments import require, require_bool
+from lightning_amp._arguments import require_bool
 from lightning_amp._compat import _torch
 from lightning_amp.casting import (
     Canonical,
@@ -49,16 +49,13 @@ class Settings:
                 " fp8_recipe=...)`, or leave it out."
             )
         self.fp8_recipe: Any = checked_recipe(fp8_recipe) if self.requested == "fp8" else None
-        fine = scaler is None or isinstance(scaler, (torch.amp.GradScaler, int, float))
-        legal = "a `lightning_amp.DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static scale"
-        require(fine, "scaler", legal, scaler, none="or `None`")
+        self.given_scaler = DynamicLossScaler.taking(scaler)
         if scaler is not None and self.requested in _SCALES:
             raise ValueError(
                 f"`precision={self.requested!r}` does not use a loss scaler, got `scaler={scaler!r}`."
                 f" {_SCALES[self.requested]}: leave `scaler` out, or use precision 'fp16'. With 'auto', one that is not"
                 " needed is left unused."
             )
-        self.given_scaler = None if scaler is None else DynamicLossScaler.taking(scaler)
         self._own_scaler = DynamicLossScaler()
 
     def choose(self, device: torch.device, group: Any = None, *, fitting: bool = True) -> tuple[Choice, Choice, str]:

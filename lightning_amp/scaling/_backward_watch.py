@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from typing_extensions import final
 
 from lightning_amp._compat import _torch
-from lightning_amp.scaling._gradients import parameters
+from lightning_amp.scaling._gradients import has_gradients, parameters
 
 
 @final
@@ -144,7 +144,9 @@ class ByHand:
     def _end(self) -> None:
         self._runs = False
         self._watch.__exit__()
-        self._steps.forget_scale_without_gradients()  # of a `torch.autograd.grad`
+        for state in self._steps.states.values():
+            if not has_gradients(state.optimizer):  # it was a `torch.autograd.grad`
+                state.release()
 
 
 @final
@@ -162,9 +164,10 @@ _GUARDS: list[StepGuard] = []
 
 @final
 class StepGuard:
-    """Calls `steps.check_step` before and after each step of any optimizer, by torch's public registry of step hooks.
+    """Refuses a step past `steps`, which would move weights by the gradients times the scale.
 
-    The check after a step is needed because its closure may have run a scaled backward.
+    It is called before and after each step of any optimizer, by torch's public registry of step hooks. The check after
+    a step is needed because its closure may have run a scaled backward. Steps on gradients that are not scaled pass.
 
     Cost: two calls per optimizer step. Without loss scaling, it is not installed.
     """
@@ -182,9 +185,24 @@ class StepGuard:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Check a step."""
-        steps = self._steps()
-        if not (steps is None or THREAD.steps or _torch.is_wrapper(optimizer)):  # a wrapper's step calls another one
-            steps.check_step(optimizer)
+        steps, watch = self._steps(), self._watch
+        if steps is None or THREAD.steps or _torch.is_wrapper(optimizer):  # a wrapper's step calls another one
+            return
+        state = steps.states.get(id(optimizer))
+        if state is None:
+            refused = watch.in_scaled_backward or watch.origin(optimizer) == "scaled"
+        else:
+            refused = state.is_scaled or (state.found_inf is not None and not state.folded)
+        if not refused or not has_gradients(optimizer):
+            return
+        if watch.in_scaled_backward:
+            fix = f"It was called inside the backward: call {steps.calls.step} after it, or use precision 'bf16'"
+        else:
+            fix = f"Call {steps.calls.step}" if state is not None else steps.calls.unknown
+        raise RuntimeError(
+            f"`{type(optimizer).__name__}.step()` was called past {steps.calls.owner}, which therefore could neither"
+            f" divide its gradients by the loss scale ({steps.scaler.get_scale():.10g}) nor skip it. {fix}."
+        )
 
     def close(self) -> None:
         """Remove all hooks."""

@@ -84,8 +84,6 @@ class Gradients:
     @property
     def device(self) -> torch.device | None:
         """Return the device of all gradients; `None` if there are several, or no gradients."""
-        if len(self.groups) == 1:
-            return next(iter(self.groups))[0]
         devices = {device for device, _ in self.groups}
         return devices.pop() if len(devices) == 1 else None
 
@@ -97,11 +95,9 @@ class Gradients:
     def unscale_(self, inverse: Tensor, found_inf: Tensor) -> Tensor:
         """Multiply all gradients by `inverse` []. Return `found_inf` [], set to 1.0 if any value was not finite."""
         for (device, _), grads in self.groups.items():
-            if device == found_inf.device:
-                _torch.amp_unscale_(grads, found_inf, inverse.to(device))
-            else:
-                flag = new_flag(device)
-                _torch.amp_unscale_(grads, flag, inverse.to(device))
+            flag = found_inf if device == found_inf.device else new_flag(device)
+            _torch.amp_unscale_(grads, flag, inverse.to(device))
+            if flag is not found_inf:
                 torch.maximum(found_inf, flag.to(found_inf.device), out=found_inf)
         return found_inf
 

@@ -87,9 +87,6 @@ class ScaledSteps(StepCounts):
         skip_nonfinite: bool = True,
         process_group: Any = None,
     ) -> None:
-        legal = "a `DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static scale"
-        fine = scaler is None or isinstance(scaler, (torch.amp.GradScaler, int, float))
-        require(fine, "scaler", legal, scaler, none="or `None`")
         require_bool("skip_nonfinite", skip_nonfinite)
         is_sequence = isinstance(optimizers, Iterable)
         unwrapped = [_torch.unwrap_optimizer(optimizer) for optimizer in optimizers] if is_sequence else []
@@ -97,7 +94,7 @@ class ScaledSteps(StepCounts):
         require(fine, "optimizers", "a sequence of `torch.optim.Optimizer`", optimizers)
         self.skip_nonfinite = skip_nonfinite
         self.process_group = process_group
-        self.begin(None if scaler is None else DynamicLossScaler.taking(scaler), unwrapped)
+        self.begin(DynamicLossScaler.taking(scaler), unwrapped)
 
     def begin(
         self, scaler: DynamicLossScaler | None, optimizers: Iterable[Optimizer], describe_skips: Callable[[], str] = str

@@ -183,7 +183,7 @@ class GradientState:
         """
         gradients, scale = Gradients(self.optimizer), self.scale
         device = gradients.device
-        if device is None or not gradients.plain or (max_norm is None and scale is not None and may_overflow):
+        if device is None or not gradients.plain or may_overflow:
             return False
         if scale is not None:
             gradients.require_full_precision(self.optimizer)

@@ -152,6 +152,23 @@ def test_a_step_that_failed_may_be_tried_again(fused: bool) -> None:
     torch.testing.assert_close(nets["fp32"].a.weight, nets["fp16"].a.weight, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_closure_that_failed_leaves_the_gradients_of_the_last_step(fused: bool) -> None:
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, fused=fused)
+    steps = ScaledSteps(1024.0, [optimizer])
+    steps.backward(net(torch.ones(2, 4)).sum())
+    steps.step(optimizer)
+
+    def closure() -> Any:
+        raise KeyError("out of memory")
+
+    with pytest.raises(KeyError):
+        steps.step(optimizer, closure)
+    steps.unscale_(optimizer)
+    torch.testing.assert_close(net.weight.grad, torch.full((1, 4), 2.0))
+
+
 @pytest.mark.parametrize("scaler", [None, 1024.0])
 def test_assigned_gradients_in_an_own_loop(scaler: float | None) -> None:
     a, b = nn.Linear(4, 1), nn.Linear(4, 1)

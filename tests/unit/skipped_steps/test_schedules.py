@@ -88,7 +88,7 @@ def test_afterwards_all_is_decided_and_as_it_was() -> None:
     run.held.detach()
     assert (run.rate, type(run.scheduler)) == (0.5, lrs.ExponentialLR)
     assert "lr_scheduler_step" not in vars(run.module)
-    assert not run.held.active
+    assert not run.held.host_must_know(run.optimizer)
     assert run.step() == 0.25
 
 
