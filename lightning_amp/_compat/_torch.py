@@ -22,19 +22,14 @@ from torch import Tensor
 amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
-def foreach_mul_(grads: list[Tensor], factor: Tensor | float) -> None:
-    """Multiply all tensors by `factor` in place. Remove when torch makes `torch._foreach_mul_` public."""
-    torch._foreach_mul_(grads, factor)
+foreach_mul_ = torch._foreach_mul_
+"""Multiplies all tensors by a factor in place. Remove when torch makes it public."""
 
+foreach_norm = torch._foreach_norm
+"""Computes the vector norm of each tensor, each of shape []. Remove when torch makes it public."""
 
-def foreach_norm(grads: list[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Compute the vector norm of each tensor, each of shape []. Remove when `torch._foreach_norm` is public."""
-    return list(torch._foreach_norm(grads, order, dtype=dtype))
-
-
-def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy `sources` into `targets`, one launch per dtype. Remove when `torch._foreach_copy_` is public."""
-    torch._foreach_copy_(targets, sources)
+foreach_copy_ = torch._foreach_copy_
+"""Copies many tensors into others, one launch per dtype. Remove when torch makes it public."""
 
 
 def sparse_values(grad: Tensor) -> Tensor:

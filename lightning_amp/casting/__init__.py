@@ -4,17 +4,17 @@ Read `_precision_choice.py` first.
 """
 
 from lightning_amp.casting._float8 import (
+    checked_recipe,
     choose_fp8_layers,
+    emulates,
     fp8_summary,
     linears_in_fp8,
     may_run_in_fp8,
     nothing_qualifies,
 )
-from lightning_amp.casting._float8_recipes import checked_recipe, emulates
 from lightning_amp.casting._fp32_metrics import is_metric, metrics_in_fp32
 from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules, modules_matching
-from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
-from lightning_amp.casting._fp32_region import autocast_off, fp32_region
+from lightning_amp.casting._fp32_region import EpochEnd, Fp32Outputs, autocast_off, fp32_region
 from lightning_amp.casting._method_override import MethodOverride, Overrides
 from lightning_amp.casting._precision_choice import (
     Canonical,

@@ -1,9 +1,13 @@
-"""fp8: choose the linear layers that gain from it, and multiply in 8 bits there while a model trains."""
+"""fp8: check the recipe, choose the linear layers that gain, and multiply in 8 bits there while a model trains.
+
+A recipe defines how values are scaled before they are rounded to 8 bits.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +17,62 @@ from typing_extensions import final, override
 
 from lightning_amp._compat import _modules, _torchao
 from lightning_amp._text import counted, listed, percent
-from lightning_amp.casting._float8_recipes import config_of, emulates, name_of
 from lightning_amp.casting._fp32_metrics import is_metric
 from lightning_amp.casting._method_override import MethodOverride, Overrides, calling
+
+DEFAULT_RECIPE = "rowwise_with_gw_hp"
+RECIPES = (DEFAULT_RECIPE, "rowwise", "tensorwise")
+
+
+def checked_recipe(recipe: Any) -> Any:
+    """Return the name of a recipe, or a `torchao.float8.Float8LinearConfig` unchanged; refuse everything else.
+
+    A configuration that changes the class of the parameters is refused too.
+    """
+    if recipe is None:
+        return DEFAULT_RECIPE
+    if isinstance(recipe, str) and recipe in RECIPES:
+        return recipe
+    if type(recipe).__name__ != "Float8LinearConfig":
+        legal = ", ".join(repr(known) for known in RECIPES)
+        raise ValueError(
+            f"`fp8_recipe` must be one of {legal}, a `torchao.float8.Float8LinearConfig`, or `None`; got {recipe!r}."
+        )
+    if getattr(recipe, "enable_fsdp_float8_all_gather", False):
+        raise ValueError(
+            "`fp8_recipe` has `enable_fsdp_float8_all_gather=True`, which replaces the parameters by tensors of another"
+            " class: checkpoints would not load without torchao. Leave it out; weights are then gathered in their own"
+            " dtype."
+        )
+    return recipe
+
+
+def config_of(recipe: Any) -> Any:
+    """Return the configuration of a checked recipe; raise an `ImportError` without a recent torchao.
+
+    A name stands for torchao's own configuration, except that rows are padded where a product needs a multiple of 16.
+    So the last batch of an epoch may have any size.
+    """
+    float8 = _torchao.torchao_float8()
+    if not isinstance(recipe, str):
+        return recipe
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    return config if recipe == DEFAULT_RECIPE else replace(config, pad_inner_dim=True)
+
+
+def emulates(recipe: Any) -> bool:
+    """Return whether a recipe computes the results of fp8 hardware on other hardware."""
+    return bool(getattr(recipe, "emulate", False))
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Return whether the device has instructions for fp8 products."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    if torch.version.hip:  # MI300 and later
+        return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx95"))
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
 
 _FROZEN = "frozen; it runs in fp8 once it is unfrozen"
 _PLAIN_FORWARDS = (nn.Linear.forward, calling(nn.Linear.forward))
@@ -98,9 +155,10 @@ def fp8_summary(root: nn.Module, layers: Mapping[str, str | None], recipe: Any) 
     if not chosen and not num_converted:
         return ""
     share = sum(sizes[name] for name in chosen) / max(1, sum(sizes.values()))
+    own = "own recipe, emulated" if emulates(recipe) else "own recipe"
     text = (
         f"fp8 products in {len(chosen)} of {counted(len(layers), 'linear layer')} (about {percent(share)} of their"
-        f" FLOPs, {name_of(recipe)})"
+        f" FLOPs, {f'recipe {recipe!r}' if isinstance(recipe, str) else own})"
     )
     return f"{text} in addition to {num_converted} that you converted yourself" if num_converted else text
 

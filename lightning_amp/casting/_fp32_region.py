@@ -1,4 +1,4 @@
-"""Switch autocast off: around a function or a block of the user, and inside of methods that are to compute in fp32."""
+"""Compute in fp32 what the user or a rule asks for: a function, a block, a method, the outputs of a step, a hook."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Fp32Region:
 
         @functools.wraps(function)
         def in_fp32(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self:
+            with Fp32Region():  # threads must not share one
                 return call(*to_fp32(args, HALF_DTYPES), **to_fp32(kwargs, HALF_DTYPES))
 
         return in_fp32
@@ -109,3 +109,34 @@ class InFp32(MethodOverride):
             self.was_compiled.set()
         with autocast_off(self.device_type):
             return self.inner(*to_fp32(args, HALF_DTYPES), **to_fp32(kwargs, HALF_DTYPES))
+
+
+@final
+class Fp32Outputs(MethodOverride):
+    """A step of a module whose outputs are float32.
+
+    NumPy has no bfloat16, and sums over an epoch need the precision of float32.
+    """
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return to_fp32(self.inner(*args, **kwargs), HALF_DTYPES)
+
+
+@final
+class EpochEnd(MethodOverride):
+    """The epoch-end hook `name` of a module, which runs once in `context`, the context of the steps before it.
+
+    Lightning calls these hooks outside of the plugin's contexts, where half-precision features that a step kept meet a
+    head with float32 weights (pytorch/pytorch#110285).
+    """
+
+    def __init__(self, owner: Any, name: str, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        super().__init__(owner, name)
+        self.context = context
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.restore()
+        with self.context():
+            return self.inner(*args, **kwargs)

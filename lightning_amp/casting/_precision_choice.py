@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from lightning_amp._compat import _torch
-from lightning_amp.casting._float8_recipes import has_fp8
+from lightning_amp.casting._float8 import has_fp8
 
 Precision = Literal["auto", "bf16", "fp16", "fp8", "fp32"]
 Canonical = Literal["16-mixed", "bf16-mixed", "32-true"]

@@ -13,9 +13,10 @@ backwards and steps, and the undos at its end. `_forward.py` makes the contexts 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -30,20 +31,27 @@ from typing_extensions import override
 from lightning_amp._arguments import require_bool
 from lightning_amp._compat._torch import unwrap_optimizer
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp.casting import Canonical, Choice, autocast_off, checked_module_rules
+from lightning_amp.casting import Choice, autocast_off
 from lightning_amp.precision import _clipping, _refusals, _upcast_parameters
-from lightning_amp.precision._entries import STOCK_KEY, find_entry
 from lightning_amp.precision._first_line import first_line, precision_on, resumed, say
 from lightning_amp.precision._forward import autocast
 from lightning_amp.precision._run import REPLACEABLE, Run
-from lightning_amp.precision._settings import Settings
+from lightning_amp.precision._settings import PluginArguments
 from lightning_amp.scaling import DerivativeScale, OptimizerSteps, RecordLog, Saved, StepCounts, load_state
-from lightning_amp.skipped_steps import checked_buffer_rules
+
+STOCK_KEY, STOCK_FSDP_KEY = "MixedPrecision", "FSDPPrecision"
+"""The entries of a checkpoint in which stock Lightning keeps its scaler, for the two kinds of strategies.
+
+Our scaler is saved there too, so that a run can continue in stock Lightning.
+"""
+
+_KEYS = ("AmpPrecision", "FSDPAmpPrecision", STOCK_KEY, STOCK_FSDP_KEY, "native_amp_scaling_state")
+"""All entries that may hold a scaler's state; the first one that is there counts."""
 
 _DERIVATIVES = "derivative_scale"  # saved only if the run has used it
 
 
-class AmpPrecision(StepCounts, MixedPrecision):
+class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore[misc]
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
@@ -110,52 +118,30 @@ class AmpPrecision(StepCounts, MixedPrecision):
         upcast_parameters: bool = False,
         fp8_recipe: Any = None,  # not typed: a LightningCLI would import torchao to resolve the class
     ) -> None:
-        self._settings = Settings(precision, eval_precision, scaler, fp8_recipe)
-        self.fp8_recipe = self._settings.fp8_recipe
-        self._fp8_layers: dict[str, str | None] = {}
-        self.fp32_modules = checked_module_rules(fp32_modules)
-        require_bool("skip_nonfinite", skip_nonfinite)
-        self.skip_nonfinite = skip_nonfinite
-        self.restore_buffers = checked_buffer_rules(restore_buffers)
+        self._take(precision, eval_precision, scaler, fp32_modules, skip_nonfinite, restore_buffers, fp8_recipe)
         require_bool("upcast_parameters", upcast_parameters)
         self.upcast_parameters = upcast_parameters
-        self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # until one attaches
+        self._fp8_layers: dict[str, str | None] = {}
+        self._choice, self.scaler = self._settings.first()
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        self._choice, self.scaler = self._settings.first()
         self._last_trainer = LastTrainer()
         self._derivatives = DerivativeScale()
-        self.records = self._new_log()
+        self.records = RecordLog(describe_skips=self._describe_skips)  # callbacks subscribe to it
 
-    def _new_log(self) -> RecordLog:
-        """Return the log that callbacks subscribe to."""
-
-        def describe_skips() -> str:
-            return "" if self._run is None else _refusals.describe_nonfinite_gradients(self._run.module)
-
-        return RecordLog(describe_skips=describe_skips)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._settings.requested!r})"
+    def _describe_skips(self) -> str:
+        return "" if self._run is None else _refusals.describe_nonfinite_gradients(self._run.module)
 
     def __str__(self) -> str:
-        return _refusals.as_text(repr(self))
-
-    @property
-    @override
-    def precision(self) -> Canonical:  # type: ignore[override]
-        """Return Lightning's name, `"16-mixed"`, `"bf16-mixed"` (for `"fp8"` too) or `"32-true"`."""
-        return self._settled().canonical
+        """Return the plugin as text, with a hint for `pytorch_lightning`, whose Trainer says it has an invalid type."""
+        other = "pytorch_lightning" in sys.modules
+        return f"{self!r} (for `lightning.pytorch`: `import lightning as L; L.Trainer(...)`)" if other else repr(self)
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of autocast, `torch.bfloat16` for `"fp8"` too, `torch.float32` for `"fp32"`."""
         return self._settled().dtype
-
-    def _settled(self) -> Choice:
-        # before a Trainer attaches, "auto" goes by the device that Lightning chooses by default
-        return self._choice or Choice.pick(torch.device(self.device))[0]
 
     @property
     def fp8_layers(self) -> Mapping[str, str | None]:
@@ -189,22 +175,20 @@ class AmpPrecision(StepCounts, MixedPrecision):
             if self.upcast_parameters:  # before `fp32_modules`, because these refuse half-precision parameters
                 _upcast_parameters.upcast(module)
         own = [name for name in REPLACEABLE if not _clipping.is_default(self, name, AmpPrecision)]
-        self._run = run = Run(self, module, training, evaluation, self.fp32_modules, own)
-        run.check(self.restore_buffers, self.fp8_recipe)
+        self._run = run = Run(self, module, training, evaluation, own)
+        run.check()
         if run.fp8 is not None:
             self._fp8_layers = run.fp8.layers
         if fitting:
-            skips = self.skip_nonfinite or (self.scaler is not None and self.scaler.is_enabled())
-            given, resumes = self._settings.given_scaler, trainer.ckpt_path is not None
-            fp8, buffers = [] if run.fp8 is None else run.fp8.summaries, len(run.named_buffers)
-            say([first_line([run.forward], why, self.scaler, given, skips, resumes, fp8, buffers)])
+            fp8, resumes = [] if run.fp8 is None else run.fp8.summaries, trainer.ckpt_path is not None
+            say([first_line(self, [run.forward], why, fp8, resumes=resumes, num_buffers=len(run.named_buffers))])
         elif why:
             say([f"lightning_amp: {precision_on(training, self.device, why)}."])
         return module
 
     def _begin_log(self, goes_on: bool, precision: str) -> None:
         """Begin the records of a fit. A second fit of the same Trainer continues the counts of the first."""
-        before, self.records = self.records, self._new_log()
+        before, self.records = self.records, RecordLog(describe_skips=self._describe_skips)
         self.records.go_on_in(precision, 64 if self.scaler is None else self.scaler.max_consecutive_skips)
         if goes_on:
             self.records.restore(before.num_steps, before.num_skipped, before.streak, before.last)
@@ -216,8 +200,7 @@ class AmpPrecision(StepCounts, MixedPrecision):
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         if self._run is not None:
-            unwrapped = [unwrap_optimizer(o) for o in optimizers]
-            self._run.connect(unwrapped, self.scaler, self.skip_nonfinite, self.records)
+            self._run.connect([unwrap_optimizer(optimizer) for optimizer in optimizers])
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
@@ -231,35 +214,37 @@ class AmpPrecision(StepCounts, MixedPrecision):
 
     def forward_context_of(self, precision: str) -> AbstractContextManager[Any]:
         """Return the forward context of a training step, to run it again in this precision, or in the present one."""
-        return self.forward_context() if self._run is None else self._run.forward_context_of(precision)
+        if self._run is None or precision in ("", self._run.forward.training.name):
+            return self.forward_context()
+        return autocast(Choice.of(precision), self.device)
 
     @override
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         run = self._run
         return self.forward_context() if run is None else run.forward.training_step(run)
 
-    @override
-    def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return self.evaluation_context(None, "validation_step")
-
-    @override
-    def test_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return self.evaluation_context(None, "test_step")
-
-    @override
-    def predict_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return self.evaluation_context(None, "predict_step")
-
     def evaluation_context(self, module: nn.Module | None, step: str | None = None) -> AbstractContextManager[None]:
         """Return the context of an evaluation step: autocast in its precision, with metrics and outputs in fp32.
 
         `step` is its name; `None` for a hook. `module` is a shadow to treat like the attached module.
         """
-        return self.forward_context() if self._run is None else self._run.evaluation_step(module, step)
+        run = self._run
+        if run is None:
+            return self.forward_context()
+        if run.steps is not None:
+            run.protection.settle(in_window=True)
+        return run.forward.evaluation_step(run.module if module is None else module, step)
+
+    val_step_context = partialmethod(evaluation_context, None, "validation_step")  # type: ignore[assignment]
+    test_step_context = partialmethod(evaluation_context, None, "test_step")  # type: ignore[assignment]
+    predict_step_context = partialmethod(evaluation_context, None, "predict_step")  # type: ignore[assignment]
 
     def fp8_on(self, module: nn.Module, precision: str = "") -> AbstractContextManager[None]:
         """Return a context in which a copy of the module multiplies in fp8, if training steps of this precision do."""
-        return nullcontext() if self._run is None else self._run.fp8_on(module, precision)
+        run = self._run
+        if run is None or run.fp8 is None or (precision or run.forward.training.name) != "fp8":
+            return nullcontext()
+        return run.fp8.on(module)
 
     def scaled_grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Differentiate as `torch.autograd.grad`, without losing small gradients to zero in fp16.
@@ -401,7 +386,8 @@ class AmpPrecision(StepCounts, MixedPrecision):
         self._derivatives = DerivativeScale()
         if self._steps is not None:
             self._steps.begin_anew()
-        if type(self).__qualname__ not in checkpoint and (key := find_entry(checkpoint)) is not None:
+        key = next((key for key in _KEYS if checkpoint.get(key)), None)
+        if key is not None and type(self).__qualname__ not in checkpoint:
             self._load(checkpoint[key], key)  # otherwise Lightning itself calls `load_state_dict`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -411,15 +397,13 @@ class AmpPrecision(StepCounts, MixedPrecision):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        choice, scaler = self._choice, self.scaler
         self._start_afresh()
-        self._choice, self.scaler = choice, scaler
 
     @override
     def teardown(self) -> None:
         try:
             if self._run is not None:
-                self._run.finish(self.records)
+                self._run.finish()
         finally:
             self._detach_run()
             super().teardown()

@@ -1,14 +1,13 @@
 """`FabricAmpPrecision`: the optimizer step of `AmpPrecision` for Lightning Fabric.
 
-This file translates the hooks of Fabric. `_fabric_modules.py` holds what happens around forwards; `ScaledSteps` runs
-backwards and steps.
+This file translates the hooks of Fabric, and restores buffers after a skipped step. `_forward.py` makes the contexts of
+forwards; `ScaledSteps` runs backwards and steps.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +16,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import final, override
 
-from lightning_amp._arguments import require_bool
-from lightning_amp.casting import Canonical, Choice, checked_module_rules
-from lightning_amp.precision import _refusals
-from lightning_amp.precision._fabric_modules import FabricModules, device_of
+from lightning_amp._compat import _modules
+from lightning_amp._containers import replace
+from lightning_amp.casting import modules_matching
+from lightning_amp.numerics import HALF_DTYPES
+from lightning_amp.precision import _error_notes, _refusals
 from lightning_amp.precision._first_line import first_line, resumed, say
-from lightning_amp.precision._forward import autocast
-from lightning_amp.precision._settings import Settings
+from lightning_amp.precision._forward import Context, ForwardContexts, Together, autocast
+from lightning_amp.precision._fp8 import Fp8
+from lightning_amp.precision._settings import PluginArguments
 from lightning_amp.scaling import Calls, ScaledSteps, parameters
-from lightning_amp.skipped_steps import checked_buffer_rules
+from lightning_amp.skipped_steps import KeptBuffers, matching_places, norm_places
 
 _IN_FABRIC = Calls(
     "Fabric",
@@ -39,9 +40,11 @@ _IN_FABRIC = Calls(
 _KEPT = ("_settings", "fp8_recipe", "fp32_modules", "skip_nonfinite", "restore_buffers", "process_group", "device")
 """The attributes that a copy or a pickle has."""
 
+_BEFORE_SETUP = "Call `model.float()` before `fabric.setup`, or load the model in float32"
+
 
 @final
-class FabricAmpPrecision(ScaledSteps, Precision):
+class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: ignore[misc]
     r"""Precision plugin for Fabric: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
@@ -88,6 +91,8 @@ class FabricAmpPrecision(ScaledSteps, Precision):
     Cost: a fused optimizer does not wait for the device, and `fabric.clip_gradients` does.
     """
 
+    calls = _IN_FABRIC
+
     def __init__(
         self,
         precision: str | int | torch.dtype = "auto",
@@ -99,29 +104,20 @@ class FabricAmpPrecision(ScaledSteps, Precision):
         fp8_recipe: Any = None,
         process_group: Any = None,
     ) -> None:
-        self._settings = Settings(precision, None, scaler, fp8_recipe)
-        self.fp8_recipe = self._settings.fp8_recipe
-        self.fp32_modules = checked_module_rules(fp32_modules)
-        require_bool("skip_nonfinite", skip_nonfinite)
-        self.skip_nonfinite = skip_nonfinite
-        self.restore_buffers = checked_buffer_rules(restore_buffers)
+        self._take(precision, None, scaler, fp32_modules, skip_nonfinite, restore_buffers, fp8_recipe)
         self.process_group = process_group
-        self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # until the first step
         self._start_afresh()
 
     def _start_afresh(self) -> None:
         self._choice, scaler = self._settings.first()
         self._new: list[nn.Module] = []  # were set up since the last forward
-        self._set_up: FabricModules | None = None
+        self._forwards: list[ForwardContexts] = []  # of the modules before
+        self._root_device: torch.device | None = None  # from the first forward on
+        self._fp8_layers: dict[str, str | None] = {}
         self._loaded: dict[str, Any] | None = None  # a checkpoint for "auto", from before the first forward
         self._why: str | None = None  # the reason of "auto" until the first line is logged
-        plugin = weakref.ref(self)
-
-        def describe() -> str:
-            modules = None if (this := plugin()) is None else this._set_up
-            return "" if modules is None else _refusals.describe_nonfinite_gradients(*modules.modules)
-
-        self.begin(scaler, (), _IN_FABRIC, describe)
+        forwards = self._forwards  # not the plugin, so that it is gone with its last reference
+        self.begin(scaler, (), lambda: _refusals.describe_nonfinite_gradients(*(f.module for f in forwards)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings and the scaler for a pickle or a deep copy, without the modules and steps."""
@@ -131,95 +127,130 @@ class FabricAmpPrecision(ScaledSteps, Precision):
         vars(self).update(state)
         self._start_afresh()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._settings.requested!r})"
-
     def __str__(self) -> str:
         """Return the plugin as the Trainer shows it, which says that it has an invalid type."""
         other = _refusals.as_written("AmpPrecision", self)
         return f"{self!r} (it is for `L.Fabric`; for a Trainer use `lightning_amp.{other}`)"
 
-    # -- what was done so far ------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def precision(self) -> Canonical:  # type: ignore[override]
-        """Return Lightning's name, `"16-mixed"`, `"bf16-mixed"` (for `"fp8"` too) or `"32-true"`."""
-        return self._settled().canonical
-
-    def _settled(self) -> Choice:
-        return self._choice or Choice.pick(torch.device(self.device))[0]
-
     @property
     def fp8_layers(self) -> Mapping[str, str | None]:
         """Map the name of each `nn.Linear` to `None` if it runs in fp8, else to the reason."""
-        return {} if self._set_up is None else dict(self._set_up.fp8_layers)
+        return dict(self._fp8_layers)
 
     @override
     def unscale_(self, optimizer: Any) -> None:
         """Unscale the gradients of `optimizer`, to read or change them before the step."""
-        self._ready()
+        self._get_ready()
         super().unscale_(optimizer)
 
-    # -- forward -------------------------------------------------------------------------------------------------------
+    # -- modules -------------------------------------------------------------------------------------------------------
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         self._new.append(module)
         return module
 
+    def _get_ready(self) -> None:
+        """Let the settings take effect on modules that were set up since."""
+        if self._root_device is not None and not self._new:
+            return
+        if self._root_device is None:
+            if not self._new:
+                raise RuntimeError(f"`{self!r}` has no module yet: call `model, optimizer = fabric.setup(...)` first.")
+            self._settle()
+        fp8 = self._add(self._new)
+        self.started().expect(p for m in self._new for p in m.parameters())
+        self._new = []
+        if self._why is None:
+            say(f"lightning_amp: {summary}." for summary in fp8)
+        else:
+            say([first_line(self, self._forwards, self._why, fp8)])
+            self._why = None
+
+    def _settle(self) -> None:
+        """Let the settings take effect on the device of the first parameter or buffer."""
+        tensors = (t for module in self._new for t in (*module.parameters(), *module.buffers()))
+        device = next((t.device for t in tensors), torch.device(self.device))
+        choice, _, self._why = self._settings.choose(device, self.process_group)
+        self.device, self._choice = device.type, choice
+        self._reduces_on = device
+        self.go_on_in(choice.name, self._settings.scaler(choice, device.type))
+        if self._loaded is not None:
+            self._load_and_say(self._loaded)
+        self._root_device = device
+
+    def _add(self, modules: Sequence[nn.Module]) -> list[str]:
+        """Apply the settings to modules that were set up, and describe what runs in fp8.
+
+        If one is refused, none is changed.
+        """
+        is_first, choice, device = not self._forwards, self._settled(), self._root_device
+        assert device is not None
+        rules = _by_module(modules, self.fp32_modules, modules_matching, strict=is_first)
+        named = _by_module(modules, self.restore_buffers, matching_places, strict=is_first)
+        for module in modules if choice.mixed else ():
+            _refusals.refuse_half_parameters(module, choice, lambda _: _BEFORE_SETUP)
+        added: list[ForwardContexts] = []
+        fp8 = None
+        try:
+            for module, its_rules in zip(modules, rules, strict=True):
+                forward = partial(autocast, choice, device.type)
+                added.append(ForwardContexts(module, device.type, choice, choice, its_rules, forward))
+            if self.fp8_recipe is not None:
+                fp8 = Fp8(added, self.fp8_recipe, device, is_first=is_first)
+                self._fp8_layers |= fp8.layers
+        except BaseException:
+            for forward in added:
+                forward.detach()
+            raise
+        for module, its_rules in zip(modules, named, strict=True) if self._skips else ():
+            both = (norm_places(module), True), (matching_places(module, its_rules), False)
+            self._buffers += [KeptBuffers(module, found, counted=counted) for found, counted in both if found]
+        self._forwards += added
+        return [] if fp8 is None else fp8.summaries
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
     @override
     def convert_input(self, data: Any) -> Any:
-        self._ready().begin_forward()
+        self._get_ready()
+        # a step begins with the first forward in training mode, which may be a teacher's, without gradients
+        if any(forward.module.training for forward in self._forwards):
+            for buffers in self._buffers:
+                if not buffers.window_is_open:
+                    buffers.enter_step()
         return data
 
     @override
-    def forward_context(self) -> AbstractContextManager[Any]:
-        if self._set_up is None and not self._new:  # `fabric.autocast()` alone
-            return autocast(self._settled(), self.device)
-        return self._ready().forward()
+    def forward_context(self) -> Context:
+        if self._forwards or self._new:  # otherwise it is `fabric.autocast()` alone
+            self._get_ready()
+            return self._together("the forward", autocast(self._settled(), self.device))
+        return autocast(self._settled(), self.device)
 
     @override
     def convert_output(self, data: Any) -> Any:
-        return self._ready().end_forward(data)
+        """Return the outputs in float32, except a float16 loss, at which the loss scale must not exceed 65504."""
+        self._get_ready()
+        return replace(data, _to_fp32) if self._settled().mixed else data
 
-    def _ready(self) -> FabricModules:
-        """Return the modules, after the settings took effect on those that were set up since."""
-        modules = self._set_up
-        if modules is None or self._new:
-            if modules is None and not self._new:
-                raise RuntimeError(f"`{self!r}` has no module yet: call `model, optimizer = fabric.setup(...)` first.")
-            modules = self._set_up = modules or self._settle(device_of(self._new, self.device))
-            fp8 = modules.add(self._new)
-            self.started().expect(p for m in self._new for p in m.parameters())
-            self._new = []
-            if self._why is None:
-                say(f"lightning_amp: {summary}." for summary in fp8)
-            else:
-                given, forwards = self._settings.given_scaler, modules.forwards
-                say([first_line(forwards, self._why, self.scaler, given, modules.skips, fp8=fp8)])
-                self._why = None
-        return modules
+    def _together(self, name: str, *inside: Context) -> Together:
+        for forward in self._forwards:
+            forward.evaluating = not forward.module.training
+        around = [context for forward in self._forwards for context in forward.around(in_backward=not inside)]
+        end = partial(self._annotate, name)
+        return Together([_modules.compiled_backward_without_autocast(), *around, *inside], end)
 
-    def _settle(self, device: torch.device) -> FabricModules:
-        """Let the settings take effect on this device."""
-        self.device = device.type
-        choice, _, self._why = self._settings.choose(device, self.process_group)
-        scaler = self._settings.scaler(choice, device.type)
-        skips = self.skip_nonfinite or (scaler is not None and scaler.is_enabled())
-        rules = self.fp32_modules, self.restore_buffers
-        modules = FabricModules(choice, device, *rules, self.fp8_recipe, skips=skips)
-        self._choice, self._observer, self._reduces_on = choice, modules, device
-        self.go_on_in(choice.name, scaler)
-        if self._loaded is not None:
-            self._load_and_say(self._loaded)
-        return modules
+    def _annotate(self, name: str, error: BaseException | None) -> None:
+        if error is not None:
+            _error_notes.note(error, self._settled(), [forward.module for forward in self._forwards], name)
 
     # -- backward and step ---------------------------------------------------------------------------------------------
 
     @override
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        with self._ready().backward():
+        self._get_ready()
+        with self._together("the backward"):
             super().backward(tensor, *args, **kwargs)
 
     @override
@@ -237,20 +268,20 @@ class FabricAmpPrecision(ScaledSteps, Precision):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        self._ready()
+        self._get_ready()
         return self.step(optimizer, **kwargs)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self._loaded is not None and self._set_up is None:
+        if self._loaded is not None and self._root_device is None:
             return dict(self._loaded)
         return super().state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._set_up is None and self._choice is None:
+        if self._choice is None:
             self.load(state_dict, type(self).__name__)  # refuses a wrong one
             self._loaded = state_dict  # "auto" chooses the precision at the first forward, and loads it again
         else:
@@ -262,5 +293,30 @@ class FabricAmpPrecision(ScaledSteps, Precision):
 
     @override
     def teardown(self) -> None:
-        if self._set_up is not None:
-            self._set_up.detach()
+        for forward in self._forwards:
+            forward.detach()
+
+
+def _to_fp32(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.dtype not in HALF_DTYPES:
+        return value
+    return value if value.dtype is torch.float16 and not value.dim() else value.float()
+
+
+def _by_module(
+    modules: Sequence[nn.Module], rules: Sequence[Any], find: Callable[[nn.Module, list[Any]], Any], *, strict: bool
+) -> list[list[Any]]:
+    """Return for each module the rules that match there. With `strict`, a rule that matches nowhere is an error."""
+    shares: list[list[Any]] = [[] for _ in modules]
+    for rule in rules:
+        errors: list[ValueError] = []
+        for module, share in zip(modules, shares, strict=True):
+            try:
+                find(module, [rule])
+            except ValueError as error:
+                errors.append(error)
+            else:
+                share.append(rule)
+        if strict and len(errors) == len(modules):
+            raise errors[0]
+    return shares

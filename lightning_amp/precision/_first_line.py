@@ -5,50 +5,46 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from lightning_amp import _messages
 from lightning_amp._text import counted, exact
 from lightning_amp.casting import Choice
 from lightning_amp.precision._forward import ForwardContexts
+from lightning_amp.precision._settings import PluginArguments
 from lightning_amp.scaling import DynamicLossScaler
 
 
 def first_line(
+    plugin: PluginArguments,
     forwards: Sequence[ForwardContexts],
     why: str,
-    scaler: DynamicLossScaler | None,
-    given_scaler: torch.amp.GradScaler | None,
-    skips: bool,
+    fp8: Iterable[str],
+    *,
     resumes: bool = False,
-    fp8: Iterable[str] = (),
     num_buffers: int = 0,
 ) -> str:
     """Return the line at the start of a fit, or of a loop of Fabric.
 
     Args:
+        plugin: The plugin, which knows its precision and scaler.
         forwards: The contexts of the modules, all in one precision.
         why: The reason of `"auto"`; empty for a precision that the user named.
-        scaler: The scaler in use.
-        given_scaler: The scaler that the user passed.
-        skips: Whether a step that is not finite is skipped.
-        resumes: Whether a checkpoint is about to set the scale, so that nothing is known of it.
         fp8: Summaries of the layers in fp8.
+        resumes: Whether a checkpoint is about to set the scale, so that nothing is known of it.
         num_buffers: Number of buffers named by the user that a skipped step restores.
 
     """
     training, evaluation = forwards[0].training, forwards[0].evaluation
     parts = [*fp8, precision_on(training, forwards[0].device_type, why)]
-    if scaler is not None:
-        parts.append(_scale(scaler, resumes))
-    elif given_scaler is not None:
+    if plugin.scaler is not None:
+        parts.append(_scale(plugin.scaler, resumes))
+    elif plugin._settings.given_scaler is not None:
         parts.append("`scaler` is left unused")
     if evaluation != training:
         parts.append(f"evaluation in {evaluation.name}")
     if num_fp32_modules := sum(len(forward.fp32_modules) for forward in forwards):
         parts.append(f"{counted(num_fp32_modules, 'module')} in fp32")
-    ending = f"non-finite steps are {'skipped' if skips else 'taken'}"
-    if num_buffers and skips:
+    ending = f"non-finite steps are {'skipped' if plugin._skips else 'taken'}"
+    if num_buffers and plugin._skips:
         ending += f", which also puts back {counted(num_buffers, 'buffer')}"
     return f"lightning_amp: {', '.join(parts)}; {ending}."
 

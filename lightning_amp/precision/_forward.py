@@ -13,6 +13,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from typing_extensions import final
 
+from lightning_amp import _messages
+from lightning_amp._text import named
 from lightning_amp.casting import (
     Choice,
     EpochEnd,
@@ -24,7 +26,6 @@ from lightning_amp.casting import (
     metrics_in_fp32,
 )
 from lightning_amp.precision import _error_notes
-from lightning_amp.precision._unused_rules import report_idle
 
 Context = contextlib.AbstractContextManager[Any]
 _NOTHING = contextlib.nullcontext()
@@ -99,9 +100,9 @@ class ForwardContexts:
         mixed = training.mixed or evaluation.mixed
         self.fp32_modules = Fp32Modules(module, rules, device_type, active=mixed)
         self._reused_weights = ReusedWeights(module, device_type) if mixed else _NOTHING
-        self._fit: Any = None
+        self._run: Any = None  # once it has trained
         self._training_step: Together | None = None  # made once, which is noticeable in a step of a tiny model
-        self.fp8_layers: Context = _NOTHING
+        self.fp8_layers: Context = _NOTHING  # entered in training steps and backwards
         self._metrics = metrics_in_fp32(module, device_type)
         self._step: str | None = None  # the kind of the step that ran last
         self._epoch_ends: dict[str, EpochEnd] = {}
@@ -116,14 +117,16 @@ class ForwardContexts:
         """Return whether the fp8 layers should multiply in fp8 now."""
         return not self.evaluating and self.training.name == "fp8"
 
-    def use_fp8(self, layers: Context) -> None:
-        """Enter this context in training steps and backwards."""
-        self.fp8_layers = layers
-
     def finish(self) -> None:
-        """Warn at the end of a fit of rules that had no effect."""
-        if self._fit is not None:
-            report_idle(self.fp32_modules)
+        """Warn at the end of a fit of rules that had no effect; log idle modules of other rules."""
+        idle, is_whole_rule = self.fp32_modules.idle()
+        if idle and self._run is not None:
+            (_messages.warn if is_whole_rule else _messages.info)(
+                f"lightning_amp: `fp32_modules` has no effect on {named(idle)}: the `forward` there never ran in this"
+                " fit. Other methods of a module, and uses of its weight by other code, are not in fp32. Call the"
+                " module itself, match the modules inside or around it whose `forward` runs, or put that code into"
+                " `with lightning_amp.precision.fp32_region():`."
+            )
 
     def detach(self) -> None:
         """Restore the module."""
@@ -131,12 +134,12 @@ class ForwardContexts:
             hook.restore()
         self.fp32_modules.remove()
 
-    def around(self, step: str | None) -> list[Context]:
+    def around(self, *, in_backward: bool = False) -> list[Context]:
         """Return the contexts of a training step except autocast, for Trainer and Fabric.
 
-        For a backward, in which activation checkpointing runs forwards again, `step` is `None`.
+        With `in_backward`, of its backward, in which activation checkpointing runs forwards again.
         """
-        return [self._metrics, self.fp8_layers, *([] if step is None else [self._reused_weights])]
+        return [self._metrics, self.fp8_layers, *([] if in_backward else [self._reused_weights])]
 
     def annotate(self, step: str, error: BaseException | None) -> None:
         """Add a note to an error about dtypes: where it was raised, and what to do."""
@@ -145,18 +148,17 @@ class ForwardContexts:
 
     # -- steps of a Trainer --------------------------------------------------------------------------------------------
 
-    def training_step(self, fit: Any) -> Context:
+    def training_step(self, run: Any) -> Context:
         """Return the context of a training step. A training step inside of validation has its precision.
 
-        `fit` is notified when the step begins and ends; `None` if nothing is trained.
+        `run` is notified when the step begins and ends.
         """
-        if fit is not None:
-            fit.begin_training_step()
+        run.begin_training_step()
         self._begin("training_step", self.autocast)
-        self._fit = fit
+        self._run = run
         step = self._training_step
         if step is None or step.entered or self.evaluating or not self._autocast_stays:
-            step = Together([*self.around("training_step"), self.autocast()], self._end_training_step)
+            step = Together([*self.around(), self.autocast()], self._end_training_step)
             if not self.evaluating:
                 self._training_step = step
         return step
@@ -164,12 +166,12 @@ class ForwardContexts:
     def _end_training_step(self, error: BaseException | None) -> None:
         if error is not None:
             self.annotate("`training_step`", error)
-        elif self._fit is not None:
-            self._fit.end_training_step()
+        else:
+            self._run.end_training_step()
 
     def backward(self) -> Context:
         """Return the context of a backward."""
-        return Together(self.around(None), partial(self.annotate, "the backward"))
+        return Together(self.around(in_backward=True), partial(self.annotate, "the backward"))
 
     @contextlib.contextmanager
     def evaluation_step(self, module: nn.Module, step: str | None = None) -> Generator[None, None, None]:

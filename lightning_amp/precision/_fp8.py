@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +34,6 @@ class Fp8:
         device: The device of the modules.
         is_first: Whether it is an error if no layer qualifies, and whether settings that are slow are warned about.
         may_unfreeze: Whether layers that are frozen now may be trained later.
-        stage: Returns an object for a context whose `in_fp8` says whether its module trains.
 
     Attributes:
         layers: Each `nn.Linear` by its name: `None`, or the reason why it is not in fp8.
@@ -54,7 +53,6 @@ class Fp8:
         *,
         is_first: bool = True,
         may_unfreeze: bool = False,
-        stage: Callable[[ForwardContexts], Any] = lambda forward: forward,
     ) -> None:
         chosen = [choose_fp8_layers(f.module, f.fp32_modules.modules, recipe, device) for f in forwards]
         self.layers = {name: why for layers in chosen for name, why in layers.items()}
@@ -71,7 +69,7 @@ class Fp8:
             _warn_if_slow([f.module for f in forwards], recipe, device)
         for f, its_names in zip(forwards, names, strict=True):
             if its_names:
-                f.use_fp8(linears_in_fp8(f.module, its_names, recipe, device.type, stage(f)))
+                f.fp8_layers = linears_in_fp8(f.module, its_names, recipe, device.type, f)
 
     def on(self, copy: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the layers of a copy of the first module multiply in fp8, under autocast."""

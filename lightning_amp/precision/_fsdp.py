@@ -24,8 +24,7 @@ from lightning_amp._arguments import require
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.precision import _refusals
-from lightning_amp.precision._amp import AmpPrecision
-from lightning_amp.precision._entries import STOCK_FSDP_KEY
+from lightning_amp.precision._amp import STOCK_FSDP_KEY, AmpPrecision
 from lightning_amp.scaling import parameters
 
 _REDUCE_DTYPES = (torch.float32, *HALF_DTYPES)

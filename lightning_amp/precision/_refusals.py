@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -98,13 +97,6 @@ def describe_nonfinite_gradients(*modules: nn.Module) -> str:
     """Name the first parameters whose gradients are not finite; empty if none are, or they are gone."""
     names = nonfinite_gradients(dict(pair for module in modules for pair in module.named_parameters()))
     return f"The first parameters with non-finite gradients are {_names(names)}" if names else ""
-
-
-def as_text(representation: str) -> str:
-    """Return a plugin as text, with a hint for `pytorch_lightning`, whose Trainer says it has an invalid type."""
-    if "pytorch_lightning" not in sys.modules:
-        return representation
-    return f"{representation} (for `lightning.pytorch`: `import lightning as L; L.Trainer(...)`)"
 
 
 # -- strategies --------------------------------------------------------------------------------------------------------

@@ -11,22 +11,21 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import do_nothing_closure
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._compat import _lightning, _modules
 from lightning_amp._text import counted
-from lightning_amp.casting import Choice, Rule
+from lightning_amp.casting import Choice
+from lightning_amp.numerics import all_finite
 from lightning_amp.precision import _refusals
-from lightning_amp.precision._anomaly import run_checked
 from lightning_amp.precision._clipping import FoldPlan
-from lightning_amp.precision._forward import ForwardContexts, autocast
+from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._fp8 import Fp8
-from lightning_amp.scaling import Calls, DynamicLossScaler, HalfGradientsError, OptimizerSteps, RecordLog, StepPlan
+from lightning_amp.scaling import Calls, HalfGradientsError, OptimizerSteps, RecordLog, StepPlan, max_over_ranks
 from lightning_amp.skipped_steps import BufferPlace, SkipProtection, matching_places
 
 REPLACEABLE = ("forward_context", "autocast_context_manager", "clip_grad_by_norm")
@@ -47,11 +46,10 @@ class Run:
     """One call of `fit`, `validate`, `test` or `predict`; never pickled.
 
     Args:
-        plugin: The plugin that runs.
+        plugin: The plugin that runs. A rule of its `fp32_modules` that matches nothing raises a `ValueError`.
         module: The user's.
         training: Precision of training steps.
         evaluation: Precision of validation, test and prediction.
-        fp32_modules: Rules for modules. A rule that matches nothing raises a `ValueError`.
         replaced: The methods in `REPLACEABLE` that a subclass or the user has replaced.
 
     Attributes:
@@ -62,13 +60,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        plugin: MixedPrecision,
-        module: LightningModule,
-        training: Choice,
-        evaluation: Choice,
-        fp32_modules: Sequence[Rule],
-        replaced: Collection[str] = (),
+        self, plugin: Any, module: LightningModule, training: Choice, evaluation: Choice, replaced: Collection[str]
     ) -> None:
         self.module = module
         self.device = module.trainer.strategy.root_device
@@ -85,50 +77,41 @@ class Run:
             plugin.device,
             training,
             evaluation,
-            fp32_modules,
+            plugin.fp32_modules,
             plugin.forward_context,
             autocast_stays=not {"forward_context", "autocast_context_manager"}.intersection(replaced),
         )
         self._undo.callback(self.forward.detach)
 
-    def check(self, restore_buffers: Sequence[str], fp8_recipe: Any = None) -> None:
+    def check(self) -> None:
         """Refuse a module that cannot be trained, find its buffers, and turn fp8 on if there is a recipe.
 
         It is not in the constructor, so that a run that is refused here can be ended.
         """
         if self.fitting:
             _refusals.check(self.module, self.forward.training, self.device, self.forward.fp32_modules.modules)
-            self.named_buffers = matching_places(self.module, restore_buffers)
-            if fp8_recipe is not None:
+            self.named_buffers = matching_places(self.module, self._plugin.restore_buffers)
+            if (recipe := self._plugin.fp8_recipe) is not None:
                 callbacks = self.module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
                 unfreezes = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
-                self.fp8 = Fp8([self.forward], fp8_recipe, self.device, may_unfreeze=unfreezes)
+                self.fp8 = Fp8([self.forward], recipe, self.device, may_unfreeze=unfreezes)
 
-    def connect(
-        self,
-        optimizers: Sequence[Optimizer],
-        scaler: DynamicLossScaler | None,
-        skip_nonfinite: bool,
-        log: RecordLog,
-    ) -> None:
+    def connect(self, optimizers: Sequence[Optimizer]) -> None:
         """If this run is a fit, begin it with the user's unwrapped optimizers."""
         if not self.fitting:
             return
         if self.steps is not None:
             self.steps.close()
             self.protection.detach()
-        several = self.module.trainer.world_size > 1 and torch.distributed.is_initialized()
         self.steps = OptimizerSteps(
-            scaler,
-            skip_nonfinite,
-            log,
+            self._plugin.scaler,
+            self._plugin.skip_nonfinite,
+            self._plugin.records,
             optimizers,
             calls=_CALLS,
             watched=self.module.parameters(),
-            all_reduce_max=partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
-            if several
-            else None,
-            device=self.device if several else None,
+            all_reduce_max=max_over_ranks() if self.module.trainer.world_size > 1 else None,
+            device=self.device,
         )
         self._undo.callback(self.steps.close)
         self.protection = SkipProtection(self.module, self.named_buffers, on=self.steps.skips)
@@ -139,27 +122,6 @@ class Run:
         self._undo.enter_context(_modules.compiled_backward_without_autocast())
 
     # -- forward -------------------------------------------------------------------------------------------------------
-
-    def evaluation_step(self, module: nn.Module | None, step: str | None) -> contextlib.AbstractContextManager[None]:
-        """Return the context of an evaluation step, or of a hook; see `AmpPrecision.evaluation_context`."""
-        if self.steps is not None:
-            self.protection.settle(in_window=True)
-        return self.forward.evaluation_step(self.module if module is None else module, step)
-
-    def forward_context_of(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        """Return the forward context of a training step in this precision; an empty name is the present precision."""
-        if precision in ("", self.forward.training.name):
-            return self._plugin.forward_context()
-        return autocast(Choice.of(precision), self.forward.device_type)
-
-    def fp8_on(self, module: nn.Module, precision: str) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a copy's fp8 layers in a training step of this precision.
-
-        An empty name stands for the present precision.
-        """
-        if self.fp8 is None or (precision or self.forward.training.name) != "fp8":
-            return contextlib.nullcontext()
-        return self.fp8.on(module)
 
     def begin_training_step(self) -> None:
         """Prepare for a training step; in manual optimization, end the batch in which hooks have stepped since."""
@@ -179,8 +141,7 @@ class Run:
         """Show the true loss to hooks, bring all gradients that are still there to its scale, and return it scaled."""
         if self.fold_plan.current().somebody_sees_backward:
             _lightning.run_hook(self.module, "on_before_backward", loss)
-        if self.protection.active:
-            self.protection.note_backward()
+        self.protection.note_backward()
         scaled = steps.scale_loss(loss)
         if steps.scaler is not None and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             self._checked = loss
@@ -195,7 +156,22 @@ class Run:
             if checked is None:
                 run()
             else:
-                run_checked(run, checked, self.module)
+                self._run_checked(run, checked)
+
+    def _run_checked(self, run: Callable[..., None], loss: Tensor) -> None:
+        """Run the backward of a scaled loss, which may overflow, and then check whether the true backward is finite.
+
+        The scaled backward runs without the check for NaN, and still records traces. If it leaves non-finite gradients,
+        the true `loss` is differentiated again with the check. A real anomaly raises torch's own `RuntimeError`, with
+        its trace. After an overflow the step is skipped as usual.
+
+        Cost: the graph is kept, each backward reads a flag, and a second backward runs after an overflow.
+        """
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+            run(retain_graph=True)
+        params = [p for p in self.module.parameters() if p.requires_grad]
+        if not all_finite(p.grad for p in params if p.grad is not None) and loss.requires_grad:
+            torch.autograd.grad(loss, params, allow_unused=True)
 
     # -- step ----------------------------------------------------------------------------------------------------------
 
@@ -208,13 +184,14 @@ class Run:
         """
         compute = partial(self._compute, closure, optimizer)
         update = partial(self._before_update, steps, optimizer)
-        plan = self._plan(optimizer, closure is not do_nothing_closure)
+        fold, max_norm = self.fold_plan.current().fold()
+        host_must_know, in_closure = self.protection.host_must_know(optimizer), closure is not do_nothing_closure
+        plan = StepPlan(fold, max_norm, host_must_know, self.protection.asks_for_loss, in_closure)
         try:
             output, result = steps.step(optimizer, compute, update, plan, **kwargs)
         except HalfGradientsError as error:
             raise ValueError(f"lightning_amp: {_refusals.half_in_a_step(self.module) or error}.") from error
-        if self.protection.active:
-            self.protection.observe(optimizer, result)
+        self.protection.observe(optimizer, result)
         if self._may_turn_half:
             self._may_turn_half = False
             if found := _refusals.half_in_a_step(self.module):
@@ -223,21 +200,13 @@ class Run:
             steps.end_round()
         return output
 
-    def _plan(self, optimizer: Optimizer, in_closure: bool) -> StepPlan:
-        fold, max_norm = self.fold_plan.current().fold()
-        protection = self.protection
-        if not protection.active:  # a step with nothing to protect does not read the flag
-            return StepPlan(fold, max_norm, in_closure=in_closure)
-        return StepPlan(fold, max_norm, protection.host_must_know(optimizer), protection.asks_for_loss, in_closure)
-
     def _compute(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         if self._automatic:  # Lightning's closure itself enters the context of `training_step`
             output = closure()
         else:
             with self._plugin.forward_context():
                 output = closure()
-        if self.protection.active:
-            self.protection.before_step(optimizer)
+        self.protection.before_step(optimizer)
         return output
 
     def _before_update(self, steps: OptimizerSteps, optimizer: Optimizer) -> None:
@@ -254,12 +223,12 @@ class Run:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def finish(self, log: RecordLog) -> None:
+    def finish(self) -> None:
         """Read the last records, and warn of lost steps and of settings that had no effect.
 
         An error here must not hide the exception that ended the run.
         """
-        interrupted = self.module.trainer.interrupted
+        interrupted, log = self.module.trainer.interrupted, self._plugin.records
         with contextlib.suppress(*([Exception] if interrupted else [])):
             if self.steps is not None:
                 self.steps.release()

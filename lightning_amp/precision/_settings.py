@@ -7,10 +7,19 @@ from typing import Any
 import torch
 from typing_extensions import final
 
-from lightning_amp._arguments import require
+from lightning_amp._arguments import require_bool
 from lightning_amp._compat import _torch
-from lightning_amp.casting import Choice, Precision, checked_recipe, emulates, parse_precision
+from lightning_amp.casting import (
+    Canonical,
+    Choice,
+    Precision,
+    checked_module_rules,
+    checked_recipe,
+    emulates,
+    parse_precision,
+)
 from lightning_amp.scaling import DynamicLossScaler
+from lightning_amp.skipped_steps import checked_buffer_rules
 
 _SCALES = {
     "bf16": "It has the range of fp32, so nothing underflows",
@@ -40,16 +49,13 @@ class Settings:
                 " fp8_recipe=...)`, or leave it out."
             )
         self.fp8_recipe: Any = checked_recipe(fp8_recipe) if self.requested == "fp8" else None
-        fine = scaler is None or isinstance(scaler, (torch.amp.GradScaler, int, float))
-        legal = "a `lightning_amp.DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static scale"
-        require(fine, "scaler", legal, scaler, none="or `None`")
+        self.given_scaler = DynamicLossScaler.taking(scaler)
         if scaler is not None and self.requested in _SCALES:
             raise ValueError(
                 f"`precision={self.requested!r}` does not use a loss scaler, got `scaler={scaler!r}`."
                 f" {_SCALES[self.requested]}: leave `scaler` out, or use precision 'fp16'. With 'auto', one that is not"
                 " needed is left unused."
             )
-        self.given_scaler = None if scaler is None else DynamicLossScaler.taking(scaler)
         self._own_scaler = DynamicLossScaler()
 
     def choose(self, device: torch.device, group: Any = None, *, fitting: bool = True) -> tuple[Choice, Choice, str]:
@@ -90,6 +96,40 @@ class Settings:
         if device_type is not None:
             _torch.set_scaler_device(scaler, device_type)
         return scaler
+
+
+class PluginArguments:
+    """The arguments that the plugins for the Trainer and for Fabric have in common, and the precision in use."""
+
+    scaler: DynamicLossScaler | None
+    _choice: Choice | None
+
+    def _take(
+        self, precision: Any, eval_precision: Any, scaler: Any, rules: Any, skip: Any, buffers: Any, recipe: Any
+    ) -> None:
+        self._settings = Settings(precision, eval_precision, scaler, recipe)
+        self.fp8_recipe = self._settings.fp8_recipe
+        self.fp32_modules = checked_module_rules(rules)
+        require_bool("skip_nonfinite", skip)
+        self.skip_nonfinite = skip
+        self.restore_buffers = checked_buffer_rules(buffers)
+        self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # until one is known
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._settings.requested!r})"
+
+    @property
+    def precision(self) -> Canonical:
+        """Return Lightning's name, `"16-mixed"`, `"bf16-mixed"` (for `"fp8"` too) or `"32-true"`."""
+        return self._settled().canonical
+
+    def _settled(self) -> Choice:
+        # before the device is known, "auto" goes by the device that Lightning chooses by default
+        return self._choice or Choice.pick(torch.device(self.device))[0]
+
+    @property
+    def _skips(self) -> bool:
+        return self.skip_nonfinite or (self.scaler is not None and self.scaler.is_enabled())
 
 
 def _pick(device: torch.device, group: Any) -> tuple[Choice, str]:

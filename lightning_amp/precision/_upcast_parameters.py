@@ -37,7 +37,8 @@ def upcast(module: LightningModule) -> None:
         )
     checkpoint, strategy = _lightning.loaded_checkpoint(module.trainer), module.trainer.strategy
     loads_again = bool(checkpoint) and not strategy.restore_checkpoint_after_setup
-    rounded = {p: p.data for p in _trained_in_half(module)} if loads_again else {}
+    rounded = {p: p.data for p in half.values()} if loads_again else {}
+    kinds = dtypes(half)
     parameters, buffers = upcast_parameters(module)
     _lightning.set_half_modules_float(module, set(parameters))
     averages = _lightning.averages(module.trainer)
@@ -45,7 +46,7 @@ def upcast(module: LightningModule) -> None:
         upcast_like(average, module)
     if loads_again:
         _load_again(module, checkpoint, rounded, averages)
-    what = f"{counted(len(half), f'trainable {dtypes(half)} parameter')} ({counted(_size(parameters), 'value')})"
+    what = f"{counted(len(half), f'trainable {kinds} parameter')} ({counted(_size(parameters), 'value')})"
     also = f", and {counted(len(buffers), 'buffer')} with them" if buffers else ""
     frozen = counted(sum(p.dtype in HALF_DTYPES for p in module.parameters()), "frozen parameter")
     _messages.info(
@@ -54,14 +55,14 @@ def upcast(module: LightningModule) -> None:
     )
 
 
-def trained_in_half(module: nn.Module) -> dict[str, torch.dtype]:
-    """Return the names of trainable half-precision parameters, and their dtypes."""
-    return {n: p.dtype for n, p in module.named_parameters() if p.requires_grad and p.dtype in HALF_DTYPES}
+def trained_in_half(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable half-precision parameters by their names."""
+    return {n: p for n, p in module.named_parameters() if p.requires_grad and p.dtype in HALF_DTYPES}
 
 
-def dtypes(half: dict[str, torch.dtype]) -> str:
+def dtypes(half: dict[str, nn.Parameter]) -> str:
     """Name the dtypes: `bfloat16`."""
-    return " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in half.values()}))
+    return " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in half.values()}))
 
 
 def advice(module: LightningModule, names: list[str]) -> str:
@@ -94,10 +95,6 @@ def _load_again(
 # -- in place --------------------------------------------------------------------------------------------------------
 
 
-def _trained_in_half(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.requires_grad and p.dtype in HALF_DTYPES]
-
-
 def _size(tensors: Iterable[Tensor]) -> int:
     """Return the number of values; a lazy module has none yet."""
     return sum(tensor.numel() for tensor in tensors if not is_lazy(tensor))
@@ -111,7 +108,7 @@ def upcast_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[Tenso
     statistics together with float32 weights. A buffer belongs to the innermost module around it that has parameters.
     The buffer stays unchanged if none of these parameters is upcast.
     """
-    parameters = _trained_in_half(module)
+    parameters = [*trained_in_half(module).values()]
     buffers = _buffers_beside(module, set(parameters))
     for tensor in (*parameters, *buffers):
         tensor.data = tensor.data.float()

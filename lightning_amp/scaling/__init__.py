@@ -7,7 +7,7 @@ from lightning_amp.scaling._holds import Hold
 from lightning_amp.scaling._log import RecordLog, StepCounts, StepResult, Subscription
 from lightning_amp.scaling._own_loop import ScaledSteps
 from lightning_amp.scaling._plan import Calls, StepPlan
-from lightning_amp.scaling._scalars import Skip
+from lightning_amp.scaling._scalars import Skip, max_over_ranks
 from lightning_amp.scaling._scaler import DynamicLossScaler, load_state
 from lightning_amp.scaling._steps import OptimizerSteps
 
@@ -27,5 +27,6 @@ __all__ = [
     "StepResult",
     "Subscription",
     "load_state",
+    "max_over_ranks",
     "parameters",
 ]

@@ -1,19 +1,21 @@
-"""Notice what goes past :class:`OptimizerSteps`: backwards without the loss scale, and steps on scaled gradients."""
+"""Notice what goes past :class:`OptimizerSteps`: backwards by hand, with the loss scale or without it, and steps."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import final
 
 from lightning_amp._compat import _torch
-from lightning_amp.scaling._gradients import parameters
+from lightning_amp.scaling._gradients import has_gradients, parameters
 
 
 @final
@@ -43,11 +45,10 @@ class BackwardWatch:
         self._before = [p.grad for p in self._first.values()]
 
     def __exit__(self, *exc: object) -> None:
-        self.in_scaled_backward = False
         for p, before in zip(self._first.values(), self._before, strict=False):
             if p.grad is not None and p.grad is not before:  # FSDP assigns gradients, so that no hook sees them
-                self._latest[id(p)] = self.count
-        self._before = []
+                self._note(p)
+        self.in_scaled_backward, self._before = False, []
 
     def watch(self, params: Iterable[Any]) -> None:
         """Watch parameters; a lazy one takes no hook before its first forward."""
@@ -105,6 +106,50 @@ class BackwardWatch:
 
 
 @final
+class ByHand:
+    """Answers `scaler.scale(loss).backward()` during a run, for its :class:`OptimizerSteps`."""
+
+    def __init__(self, steps: Any, watch: BackwardWatch) -> None:
+        self._steps: Any = weakref.proxy(steps)
+        self._watch = watch
+        self._runs = False  # whether a backward runs whose loss the user has scaled
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply losses whose backward the user runs."""
+        if not isinstance(outputs, Tensor):
+            many = [self.scale(output) for output in outputs]
+            return tuple(many) if isinstance(outputs, tuple) else many
+        self._runs = self._watch.in_scaled_backward = False  # after an error inside a backward
+        self._steps.begin_backward()
+        scaler = self._steps.scaler
+        scaled = scaler.multiply(outputs)
+        if scaled.requires_grad:
+            scaled.register_hook(partial(self._begin, outputs.detach(), scaler.scale_tensor))
+        return scaled
+
+    def _begin(self, loss: Tensor, scale: Tensor, gradient: Tensor) -> None:
+        """Bring gradients to the scale of the backward that has reached a scaled loss."""
+        if self._watch.in_scaled_backward and not self._runs:
+            raise RuntimeError(
+                "The loss was multiplied by the loss scale twice: by `scaler.scale(loss)`, and by the plugin. Call"
+                f" `{self._steps.calls.backward}` without `scaler.scale`."
+            )
+        if not self._runs:  # otherwise the same backward has begun with another loss
+            self._runs = True
+            self._watch.__enter__()
+            _torch.call_after_backward(self._end)
+            self._steps.carry(scale)
+        self._steps.add_loss(loss)
+
+    def _end(self) -> None:
+        self._runs = False
+        self._watch.__exit__()
+        for state in self._steps.states.values():
+            if not has_gradients(state.optimizer):  # it was a `torch.autograd.grad`
+                state.release()
+
+
+@final
 class Thread(threading.local):
     """Whether a step of :class:`OptimizerSteps`, this one's or another plugin's, runs outside of its closure."""
 
@@ -119,9 +164,10 @@ _GUARDS: list[StepGuard] = []
 
 @final
 class StepGuard:
-    """Calls `steps.check_step` before and after each step of any optimizer, by torch's public registry of step hooks.
+    """Refuses a step past `steps`, which would move weights by the gradients times the scale.
 
-    The check after a step is needed because its closure may have run a scaled backward.
+    It is called before and after each step of any optimizer, by torch's public registry of step hooks. The check after
+    a step is needed because its closure may have run a scaled backward. Steps on gradients that are not scaled pass.
 
     Cost: two calls per optimizer step. Without loss scaling, it is not installed.
     """
@@ -139,9 +185,24 @@ class StepGuard:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Check a step."""
-        steps = self._steps()
-        if not (steps is None or THREAD.steps or _torch.is_wrapper(optimizer)):  # a wrapper's step calls another one
-            steps.check_step(optimizer)
+        steps, watch = self._steps(), self._watch
+        if steps is None or THREAD.steps or _torch.is_wrapper(optimizer):  # a wrapper's step calls another one
+            return
+        state = steps.states.get(id(optimizer))
+        if state is None:
+            refused = watch.in_scaled_backward or watch.origin(optimizer) == "scaled"
+        else:
+            refused = state.is_scaled or (state.found_inf is not None and not state.folded)
+        if not refused or not has_gradients(optimizer):
+            return
+        if watch.in_scaled_backward:
+            fix = f"It was called inside the backward: call {steps.calls.step} after it, or use precision 'bf16'"
+        else:
+            fix = f"Call {steps.calls.step}" if state is not None else steps.calls.unknown
+        raise RuntimeError(
+            f"`{type(optimizer).__name__}.step()` was called past {steps.calls.owner}, which therefore could neither"
+            f" divide its gradients by the loss scale ({steps.scaler.get_scale():.10g}) nor skip it. {fix}."
+        )
 
     def close(self) -> None:
         """Remove all hooks."""

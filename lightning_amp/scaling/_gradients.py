@@ -19,14 +19,7 @@ _LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 
 
 class HalfGradientsError(ValueError):
-    """Raised for half-precision parameters, whose gradients cannot be unscaled. `parameter` is the first of them."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        super().__init__(
-            f"A parameter of shape {list(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')} when its"
-            " optimizer steps. Mixed precision keeps float32 parameters."
-        )
-        self.parameter = parameter
+    """Raised for half-precision parameters, whose gradients cannot be unscaled."""
 
 
 @final
@@ -79,21 +72,18 @@ class Gradients:
     def __bool__(self) -> bool:
         return bool(self.groups)
 
-    def has_float64(self) -> bool:
-        """Return whether any gradient is float64, whose norm needs more digits than a fused optimizer takes."""
-        return any(dtype == torch.float64 for _, dtype in self.groups)
-
     def require_full_precision(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise `HalfGradientsError` for half-precision gradients, which dividing by the scale would round to zero."""
         if any(dtype in HALF_DTYPES for _, dtype in self.groups):
-            half = (p for p in parameters(optimizer) if p.grad is not None and p.dtype in HALF_DTYPES)
-            raise HalfGradientsError(next(half))
+            half = next(p for p in parameters(optimizer) if p.grad is not None and p.dtype in HALF_DTYPES)
+            raise HalfGradientsError(
+                f"A parameter of shape {list(half.shape)} is {str(half.dtype).removeprefix('torch.')} when its"
+                " optimizer steps. Mixed precision keeps float32 parameters."
+            )
 
     @property
     def device(self) -> torch.device | None:
         """Return the device of all gradients; `None` if there are several, or no gradients."""
-        if len(self.groups) == 1:
-            return next(iter(self.groups))[0]
         devices = {device for device, _ in self.groups}
         return devices.pop() if len(devices) == 1 else None
 
@@ -105,11 +95,9 @@ class Gradients:
     def unscale_(self, inverse: Tensor, found_inf: Tensor) -> Tensor:
         """Multiply all gradients by `inverse` []. Return `found_inf` [], set to 1.0 if any value was not finite."""
         for (device, _), grads in self.groups.items():
-            if device == found_inf.device:
-                _torch.amp_unscale_(grads, found_inf, inverse.to(device))
-            else:
-                flag = torch.zeros((), device=device, dtype=torch.float32)
-                _torch.amp_unscale_(grads, flag, inverse.to(device))
+            flag = found_inf if device == found_inf.device else new_flag(device)
+            _torch.amp_unscale_(grads, flag, inverse.to(device))
+            if flag is not found_inf:
                 torch.maximum(found_inf, flag.to(found_inf.device), out=found_inf)
         return found_inf
 
@@ -155,7 +143,7 @@ class Gradients:
         wide = widest_dtype(device)
         norm = self._norm(wide, scale)
         if wide == torch.float32:  # a device without float64, such as MPS, reads the gradients once more
-            found_inf = self.check(torch.zeros((), device=device))
+            found_inf = self.check(new_flag(device))
         else:  # in float32, because dividing by a scale below 1 may exceed its range
             found_inf = nonfinite_flag(norm if scale is None else norm.float())
         return torch.where(norm > _LARGEST_NORM, torch.inf, norm).float(), found_inf
@@ -164,6 +152,11 @@ class Gradients:
         norms = [n for grads in self.groups.values() for n in _torch.foreach_norm(grads, 2.0, dtype)]
         norm = torch.linalg.vector_norm(torch.stack([n.to(dtype or torch.float32) for n in norms]))
         return norm if scale is None else norm / scale
+
+
+def new_flag(device: torch.device) -> Tensor:
+    """Return a flag [] of 0.0 to which a check may write."""
+    return torch.zeros((), device=device, dtype=torch.float32)
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:

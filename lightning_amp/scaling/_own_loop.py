@@ -20,7 +20,8 @@ from lightning_amp.scaling._checkpoint import Saved
 from lightning_amp.scaling._gradients import parameters
 from lightning_amp.scaling._holds import Hold
 from lightning_amp.scaling._log import RecordLog, StepCounts, StepResult
-from lightning_amp.scaling._plan import OWN_LOOP, Calls, StepPlan
+from lightning_amp.scaling._plan import OWN_LOOP, StepPlan
+from lightning_amp.scaling._scalars import max_over_ranks
 from lightning_amp.scaling._scaler import DynamicLossScaler, load_state
 from lightning_amp.scaling._steps import OptimizerSteps
 
@@ -75,6 +76,9 @@ class ScaledSteps(StepCounts):
     Cost: as :class:`~lightning_amp.AmpPrecision`. A fused optimizer does not wait for the device.
     """
 
+    calls = OWN_LOOP
+    """The calls that errors name."""
+
     def __init__(
         self,
         scaler: Scaler = None,
@@ -83,9 +87,6 @@ class ScaledSteps(StepCounts):
         skip_nonfinite: bool = True,
         process_group: Any = None,
     ) -> None:
-        legal = "a `DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static scale"
-        fine = scaler is None or isinstance(scaler, (torch.amp.GradScaler, int, float))
-        require(fine, "scaler", legal, scaler, none="or `None`")
         require_bool("skip_nonfinite", skip_nonfinite)
         is_sequence = isinstance(optimizers, Iterable)
         unwrapped = [_torch.unwrap_optimizer(optimizer) for optimizer in optimizers] if is_sequence else []
@@ -93,22 +94,17 @@ class ScaledSteps(StepCounts):
         require(fine, "optimizers", "a sequence of `torch.optim.Optimizer`", optimizers)
         self.skip_nonfinite = skip_nonfinite
         self.process_group = process_group
-        self.begin(None if scaler is None else DynamicLossScaler.taking(scaler), unwrapped)
+        self.begin(DynamicLossScaler.taking(scaler), unwrapped)
 
     def begin(
-        self,
-        scaler: DynamicLossScaler | None,
-        optimizers: Iterable[Optimizer] = (),
-        calls: Calls = OWN_LOOP,
-        describe_skips: Callable[[], str] = str,
+        self, scaler: DynamicLossScaler | None, optimizers: Iterable[Optimizer], describe_skips: Callable[[], str] = str
     ) -> None:
-        """Begin the first round. Errors name these `calls`, and describe the gradients of a stuck run."""
-        self._optimizers, self._calls = optimizers, calls
+        """Begin the first round. Errors describe the gradients of a stuck run."""
+        self._optimizers = optimizers
         self.records = RecordLog(describe_skips=describe_skips, has_callbacks=False)
         self.go_on_in("", scaler)
         self._steps: OptimizerSteps | None = None
-        # `note_backward()` is called before each backward, and `observe(optimizer, result)` after each step
-        self._observer: Any = None
+        self._buffers: list[Any] = []  # learn of each backward and step, and restore themselves after a skip
         self._reduces_on: torch.device | None = None
         self._latest: StepResult | None = None
         self._noted: list[tuple[StepResult, Callable[[], Any]]] = []
@@ -122,17 +118,13 @@ class ScaledSteps(StepCounts):
     def started(self) -> OptimizerSteps:
         """Return the steps, which are made when they are first needed: the ranks are known by then."""
         if self._steps is None:
-            dist, group = torch.distributed, self.process_group
-            several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
             self._steps = OptimizerSteps(
                 self.scaler,
                 self.skip_nonfinite,
                 self.records,
                 self._optimizers,
-                calls=self._calls,
-                all_reduce_max=partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=self.process_group)
-                if several
-                else None,
+                calls=self.calls,
+                all_reduce_max=max_over_ranks(self.process_group),
                 device=self._reduces_on,
             )
         return self._steps
@@ -151,8 +143,8 @@ class ScaledSteps(StepCounts):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run `loss.backward(*args, **kwargs)` on the scaled loss, with autocast off."""
         steps = self.started()
-        if self._observer is not None:
-            self._observer.note_backward()
+        for buffers in self._buffers:
+            buffers.note_backward()
         with _autocast_off(loss.device):
             scaled = steps.scale_loss(loss)
             with steps.scaled_backward():
@@ -182,12 +174,12 @@ class ScaledSteps(StepCounts):
         steps = self.started()
         if steps.has_stepped(optimizer):
             steps.end_round()
-        plan = StepPlan(fold=True, asks_for_loss=self._observer is not None, in_closure=closure is not None)
+        plan = StepPlan(fold=True, asks_for_loss=bool(self._buffers), in_closure=closure is not None)
         with _autocast_off(next((p.device for p in parameters(optimizer)), torch.device("cpu"))):
             output, result = steps.step(optimizer, closure or _nothing, _nothing, plan, **kwargs)
         self._latest = result
-        if self._observer is not None:
-            self._observer.observe(optimizer, result)
+        for buffers in self._buffers:
+            buffers.observe(optimizer, result, manual=False)
         for hold in self._holds:
             hold.observe(optimizer, result.skip)
         if steps.round_is_over:

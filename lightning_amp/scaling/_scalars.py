@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -98,6 +98,14 @@ def constant(value: float, device: torch.device) -> Tensor:
     """Return a float32 scalar [] that all callers share. Do not write to it."""
     with torch.inference_mode(False):
         return torch.full((), value, device=device, dtype=torch.float32)
+
+
+def max_over_ranks(group: Any = None) -> Callable[[Tensor], Any] | None:
+    """Return a function that reduces a tensor in place over the ranks of a process group; `None` for one process."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1):
+        return None
+    return functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group)
 
 
 def read_scalars(values: Sequence[Tensor | bool | None]) -> list[float]:

@@ -35,14 +35,14 @@ def _remembers_its_arguments(init: Callable[..., None]) -> Callable[..., None]:
     On a resume, they override the checkpoint; defaults do not. A LightningCLI passes all arguments, defaults too.
     """
     signature = inspect.signature(init)
-    defaults = {name: p.default for name, p in signature.parameters.items() if name != "self"}
 
     @functools.wraps(init)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        given = {name: v for name, v in signature.bind(self, *args, **kwargs).arguments.items() if name != "self"}
-        by_cli = given.keys() == defaults.keys()
-        self._explicit = frozenset(n for n, v in given.items() if not by_cli or v != defaults[n])
+        given = signature.bind(self, *args, **kwargs).arguments
+        by_cli = given.keys() == signature.parameters.keys()
+        changed = {name for name, value in given.items() if value != signature.parameters[name].default}
+        self._explicit = frozenset(changed if by_cli else given)
 
     return wrapper
 
@@ -161,17 +161,21 @@ class DynamicLossScaler(torch.amp.GradScaler):
         return cls(scale, min_scale=scale, max_scale=scale)
 
     @classmethod
-    def taking(cls, scaler: torch.amp.GradScaler | float) -> DynamicLossScaler:
+    def taking(cls, scaler: torch.amp.GradScaler | float | None) -> DynamicLossScaler | None:
         """Return this scaler itself, a static one for a number, or one with the settings of torch's `GradScaler`.
 
         Raises:
-            ValueError: For a class with an `update` of its own, whose policy would not be used.
+            ValueError: For anything else, and for a class with an `update` of its own, whose policy would not be used.
 
         """
+        if scaler is None:
+            return None
         if isinstance(scaler, (int, float)):
             return cls.static(scaler)
         if isinstance(scaler, DynamicLossScaler):
             return scaler
+        legal = "a `lightning_amp.DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static scale"
+        require(isinstance(scaler, torch.amp.GradScaler), "scaler", legal, scaler, none="or `None`")
         kind = type(scaler)
         if kind.update is not torch.amp.GradScaler.update and not kind.__module__.startswith("torch."):
             raise ValueError(
@@ -180,13 +184,10 @@ class DynamicLossScaler(torch.amp.GradScaler):
             )
         if not scaler.is_enabled():
             return cls(enabled=False)
-        scale, settings = scaler.get_scale(), {name: getattr(scaler, f"get_{name}")() for name in _POLICY}
-        changed: dict[str, Any] = {name: value for name, value in settings.items() if value != _POLICY[name]}
-        if scale < 2.0**-14:
-            changed["min_scale"] = scale
-        elif scale > 2.0**24:
-            changed["max_scale"] = scale
-        return cls(scale, **changed)
+        scale, defaults = scaler.get_scale(), _POLICY | {"min_scale": 2.0**-14, "max_scale": 2.0**24}
+        settings: dict[str, Any] = {name: getattr(scaler, f"get_{name}")() for name in _POLICY}
+        settings |= {"min_scale": min(scale, 2.0**-14), "max_scale": max(scale, 2.0**24)}
+        return cls(scale, **{name: value for name, value in settings.items() if value != defaults[name]})
 
     def serve(self, owner: Any) -> None:
         """Pass `scale` and `unscale_` on to the steps of a run, until it is over or this is called with `None`."""
@@ -199,7 +200,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
     @override
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss of any shape, or nested iterables of losses, by the scale."""
-        return self.multiply(outputs) if self._owner is None else self._owner.scale(outputs)
+        return self.multiply(outputs) if self._owner is None else self._owner.by_hand.scale(outputs)
 
     def multiply(self, outputs: Any) -> Any:
         """Multiply losses by the scale.
@@ -212,16 +213,14 @@ class DynamicLossScaler(torch.amp.GradScaler):
         if isinstance(outputs, Iterable) and not isinstance(outputs, Tensor):
             outputs = outputs if isinstance(outputs, (list, tuple)) else list(outputs)
         for loss in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
-            if isinstance(loss, Tensor):
-                self._notice(loss)
+            if not isinstance(loss, Tensor):
+                continue
+            _torch.scale_tensor(self, loss.device)
+            if loss.dtype == torch.float16 and self.max_scale > HALF_LOSS_CEILING:
+                self._lower_ceiling()
+            if self._owner is None:  # otherwise the steps of a run keep their losses
+                self._loss = merge_losses(self._loss, loss)
         return super().scale(outputs)
-
-    def _notice(self, loss: Tensor) -> None:
-        _torch.scale_tensor(self, loss.device)
-        if loss.dtype == torch.float16 and self.max_scale > HALF_LOSS_CEILING:
-            self._lower_ceiling()
-        if self._owner is None:  # otherwise the steps of a run keep their losses
-            self._loss = merge_losses(self._loss, loss)
 
     def _lower_ceiling(self) -> None:
         self.max_scale = HALF_LOSS_CEILING
@@ -233,7 +232,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
                 f" at a scale of 2**16 or more would be lost: `max_scale` is now {exact(HALF_LOSS_CEILING)}. A float32"
                 " loss (for example `loss.float()` before the mean) lifts this ceiling.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
 
     @override
@@ -254,7 +253,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         if self._owner is not None:
             raise RuntimeError(
                 f"`scaler.{method}` was called in a run that steps, skips and moves the scale itself. Call"
-                f" {self._owner.step_call}, and leave out `scaler.step` and `scaler.update`."
+                f" {self._owner.calls.step}, and leave out `scaler.step` and `scaler.update`."
             )
 
     @property

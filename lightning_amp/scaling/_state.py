@@ -16,7 +16,7 @@ from lightning_amp._compat import _sharding, _torch
 from lightning_amp.numerics import dense, nonfinite_flag
 from lightning_amp.scaling import _scalars
 from lightning_amp.scaling._early_moves import calls_closure_late
-from lightning_amp.scaling._gradients import Gradients, has_gradients, inverse, parameters
+from lightning_amp.scaling._gradients import Gradients, has_gradients, inverse, new_flag, parameters
 from lightning_amp.scaling._scalars import Skip, constant, merge_losses
 
 
@@ -55,7 +55,6 @@ class GradientState:
         self.carried: weakref.ref[Tensor] | None = None
         self.since = 0
         self._kept = _StickyFlag()
-        self._spare_flag: Tensor | None = None  # a flag that is still 0.0, for reuse
         self._forget_check()
         self.adopt(optimizer)
 
@@ -145,7 +144,7 @@ class GradientState:
         everything = Gradients(self.optimizer) if shared else gradients
         everything.require_full_precision(self.optimizer)
         self._note_gradients(everything)
-        found_inf = gradients.unscale_(inverse(scale), self._new_flag(scale.device))
+        found_inf = gradients.unscale_(inverse(scale), new_flag(scale.device))
         if may_overflow:
             found_inf = gradients.check(found_inf)
         if shared:
@@ -159,13 +158,11 @@ class GradientState:
         whether the scale was too large.
         """
         if self.found_inf is not None:
-            before = Skip.on_device(self.found_inf)
-            self.keep_spare(before)
-            self.overflow = before | (self.overflow or Skip.NO)
+            self.overflow = Skip.on_device(self.found_inf) | (self.overflow or Skip.NO)
         gradients = Gradients(self.optimizer)
         self._note_gradients(gradients)
         device = gradients.device or (torch.device("cpu") if self.loss is None else self.loss.device)
-        self.found_inf = self._kept.or_kept(gradients.check(self._new_flag(device)))
+        self.found_inf = self._kept.or_kept(gradients.check(new_flag(device)))
 
     def keep_found(self, *, infinities_only: bool = False) -> None:
         """Have the next step skipped if the last check found inf or NaN, even if the user repairs the gradients.
@@ -186,16 +183,18 @@ class GradientState:
         """
         gradients, scale = Gradients(self.optimizer), self.scale
         device = gradients.device
-        if device is None or not gradients.plain or (max_norm is None and scale is not None and may_overflow):
+        if device is None or not gradients.plain or may_overflow:
             return False
         if scale is not None:
             gradients.require_full_precision(self.optimizer)
         grad_scale = None if scale is None else scale.to(device)
         if max_norm is None:
-            found_inf = gradients.check(self._new_flag(device))
+            found_inf = gradients.check(new_flag(device))
         else:
-            norm, found_inf = (None, None) if gradients.has_float64() else gradients.true_norm(grad_scale)
-            if norm is None or found_inf is None:
+            if any(dtype == torch.float64 for _, dtype in gradients.groups):
+                return False  # the norm needs more digits than a fused optimizer takes
+            norm, found_inf = gradients.true_norm(grad_scale)
+            if found_inf is None:
                 return False
             divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # 1 / clip_coef of `clip_grad_norm_`
             grad_scale = divisor if grad_scale is None else grad_scale * divisor
@@ -237,11 +236,6 @@ class GradientState:
         self.bad_loss = Skip.YES if both % 2 else Skip.NO
         return both >= 2
 
-    def keep_spare(self, skip: Skip) -> None:
-        """Keep the flag of the last check for reuse if it is still 0.0."""
-        if skip.known is False:
-            self._spare_flag = self.found_inf
-
     def release(self) -> None:
         """Treat the gradients as true ones that were not checked."""
         self.scale = None
@@ -261,13 +255,6 @@ class GradientState:
     def _note_gradients(self, gradients: Gradients) -> None:
         self.has_gradients = bool(gradients)
         self._had_gradients |= self.has_gradients
-
-    def _new_flag(self, device: torch.device) -> Tensor:
-        """Return a flag [] of 0.0 to which a check may write."""
-        flag, self._spare_flag = self._spare_flag, None
-        if flag is not None and flag.device == device:
-            return flag
-        return torch.zeros((), device=device, dtype=torch.float32)
 
 
 @final

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp._compat import _modules, _torch
-from lightning_amp.scaling._backward_watch import THREAD, BackwardWatch, StepGuard
-from lightning_amp.scaling._by_hand import ByHand
+from lightning_amp.scaling._backward_watch import THREAD, BackwardWatch, ByHand, StepGuard
 from lightning_amp.scaling._early_moves import num_edits, snapshot
 from lightning_amp.scaling._gradients import has_gradients, parameters
 from lightning_amp.scaling._log import RecordLog, StepResult
@@ -52,6 +51,7 @@ class OptimizerSteps:
         log: The records of all attempted steps.
         scaler: The enabled scaler; `None` without loss scaling.
         skips: Whether steps with non-finite gradients are skipped.
+        states: The state of each optimizer's gradients, by its id.
 
     """
 
@@ -72,22 +72,22 @@ class OptimizerSteps:
         self.skips = self.scaler is not None or skip_nonfinite
         self.calls = calls
         self._all_reduce_max, self._reduces_on = all_reduce_max, device
-        self._states = {id(optimizer): GradientState(optimizer, i) for i, optimizer in enumerate(optimizers)}
+        self.states = {id(optimizer): GradientState(optimizer, i) for i, optimizer in enumerate(optimizers)}
         self._rest: list[Any] = []  # parameters for which an optimizer is to come
         self._rest_state = GradientState(SimpleNamespace(param_groups=[{"params": self._rest}]), -1)
         self._scale_has_changed = False  # between two backwards
-        self._expects_more = not self._states  # nobody has said how many optimizers there are
+        self._expects_more = not self.states  # nobody has said how many optimizers there are
         self._watch: BackwardWatch | None = None
         self._guard: StepGuard | None = None
         if self.scaler is not None:
             self._watch = BackwardWatch()
-            for state in self._states.values():
+            for state in self.states.values():
                 state.watched = self._watch.watch_first(state.optimizer)
             known = self._known_parameters()
             self._watch.watch(p for p in watched if id(p) not in known)
             self._guard = StepGuard(self, self._watch)
-            self._by_hand = ByHand(self, self._watch)
-            self.scaler.serve(self._by_hand)
+            self.by_hand = ByHand(self, self._watch)
+            self.scaler.serve(self)
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -103,19 +103,19 @@ class OptimizerSteps:
             self._watch.watch(self._rest)
 
     def _known_parameters(self) -> set[int]:
-        known = {id(p) for state in self._states.values() for p in parameters(state.optimizer)}
+        known = {id(p) for state in self.states.values() for p in parameters(state.optimizer)}
         return known.union(map(id, self._rest))
 
     def release(self) -> None:
         """Unscale all remaining gradients, because the run ends."""
-        for state in self._states.values():
+        for state in self.states.values():
             if self._watch is not None and not self._watch.came_plain(state.optimizer):
                 self.unscale(state)
             state.release()
 
     def close(self) -> None:
         """Remove all hooks."""
-        for state in self._states.values():
+        for state in self.states.values():
             state.forget_found()
         if self._guard is not None and self.scaler is not None:
             self._guard.close()
@@ -123,16 +123,16 @@ class OptimizerSteps:
 
     def state(self, optimizer: Optimizer) -> GradientState:
         """Return the state of an optimizer's gradients; a new optimizer gets the next index."""
-        if state := self._states.get(id(optimizer)):
+        if state := self.states.get(id(optimizer)):
             return state
         first = next(parameters(optimizer), None)
-        same = (s for s in self._states.values() if first is not None and first is next(parameters(s.optimizer), None))
+        same = (s for s in self.states.values() if first is not None and first is next(parameters(s.optimizer), None))
         state = next(same, None)
         if state is not None:  # a loop that makes its optimizers anew
-            del self._states[id(state.optimizer)]
+            del self.states[id(state.optimizer)]
             state.adopt(optimizer)
         else:
-            state = GradientState(optimizer, len(self._states))
+            state = GradientState(optimizer, len(self.states))
             state.loss = self._rest_state.loss
             if self._watch is not None:
                 origin = self._watch.origin(optimizer)
@@ -142,7 +142,7 @@ class OptimizerSteps:
                 state.watched, state.since = self._watch.watch_first(optimizer), -1 if origin == "unknown" else 0
             mine = {id(p) for p in parameters(optimizer)}
             self._rest[:] = [p for p in self._rest if id(p) not in mine]
-        self._states[id(optimizer)] = state
+        self.states[id(optimizer)] = state
         return state
 
     def _require_one_scale(self, optimizer: Optimizer) -> None:
@@ -177,7 +177,7 @@ class OptimizerSteps:
 
     def add_loss(self, loss: Tensor) -> None:
         """Record the loss of the next backward."""
-        for state in self._states.values():
+        for state in self.states.values():
             state.add_loss(loss, may_have_none=self._all_reduce_max is not None)
         if self._expects_more or self._rest:
             self._rest_state.add_loss(loss, may_have_none=True)
@@ -187,17 +187,12 @@ class OptimizerSteps:
         if self._rest_state.scale is not None and self._rest_state.scale is not to:
             self._scale_has_changed = True
         done: set[int] = set()  # parameters that two optimizers share are rescaled once
-        for state in sorted(self._states.values(), key=lambda state: state.is_scaled):
+        for state in sorted(self.states.values(), key=lambda state: state.is_scaled):
+            self._see_assigned(state)
             state.carry(to, done)
-            if len(self._states) > 1:
+            if len(self.states) > 1:
                 done.update(id(p) for p in parameters(state.optimizer))
         self._rest_state.carry(to, ())
-
-    def forget_scale_without_gradients(self) -> None:
-        """Treat gradients to come as true ones, where a backward has left none."""
-        for state in self._states.values():
-            if not has_gradients(state.optimizer):
-                state.release()
 
     def scaled_backward(self) -> AbstractContextManager[None]:
         """Return the context of the backward of a scaled loss."""
@@ -242,9 +237,13 @@ class OptimizerSteps:
 
     def _unfold(self, state: GradientState) -> None:
         """Unscale what an earlier step has left, but not what the user has assigned since."""
+        self._see_assigned(state)
+        state.unfold()
+
+    def _see_assigned(self, state: GradientState) -> None:
+        """Treat gradients that the user has assigned as true ones."""
         if self._watch is not None and self._watch.was_assigned(state):
             state.release()
-        state.unfold()
 
     def _fold(self, state: GradientState, max_norm: float | None) -> bool:
         """Leave unscaling and clipping to a fused optimizer. Return whether that is possible."""
@@ -273,7 +272,7 @@ class OptimizerSteps:
     def _true_elsewhere(self, state: GradientState) -> set[int]:
         """Return the ids of parameters whose gradients another optimizer has unscaled since the last backward."""
         shared: set[int] = set()
-        for other in self._states.values():
+        for other in self.states.values():
             if other is state or other.is_scaled:
                 continue
             common = {id(p) for p in parameters(state.optimizer)}.intersection(map(id, parameters(other.optimizer)))
@@ -322,7 +321,8 @@ class OptimizerSteps:
         # an optimizer that is not torch's may ignore its closure, or use the gradients before it calls it
         first = not state.takes_closure or not (plan.in_closure or state.is_torchs or has_hooks)
         undo = snapshot(optimizer) if self.skips and state.moves_early and not first else None
-        skip, result, calls, edits, leave = Skip.NO, None, 0, num_edits(optimizer), SkipStep()
+        skip: Skip | None = None
+        result, calls, edits, leave = None, 0, num_edits(optimizer), SkipStep()
 
         def run_closure() -> Any:
             nonlocal skip, result, calls
@@ -350,11 +350,15 @@ class OptimizerSteps:
             if undo is not None:
                 undo()
             output = result
+        except BaseException:
+            if skip is not None:  # after the closure: the kernel that divides by the scale did not run
+                state.folded = False
+            raise
         finally:
             THREAD.steps = outer
             if state.decides_on_device:
                 _torch.clear_amp_attributes(optimizer)
-        return output, self._record(state, skip)
+        return output, self._record(state, skip or Skip.NO)
 
     def _check(self, state: GradientState, before_update: Callable[[], None], plan: StepPlan) -> Skip:
         """Unscale and check the gradients, run hooks and clipping, and agree with all ranks.
@@ -383,32 +387,7 @@ class OptimizerSteps:
                 _torch.set_found_inf(optimizer, state.found_inf)
                 return skip
             return Skip.YES if state.wait(asks_for_loss=plan.asks_for_loss or self.log.wants_losses) else Skip.NO
-        state.keep_spare(skip)
         return skip
-
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step past this object, which would move weights by the gradients times the scale.
-
-        :class:`StepGuard` calls it for each step of any optimizer outside of :meth:`step`. Steps on gradients that are
-        not scaled pass.
-        """
-        watch, state = self._watch, self._states.get(id(optimizer))
-        assert watch is not None
-        if state is None:
-            refused = watch.in_scaled_backward or watch.origin(optimizer) == "scaled"
-        else:
-            refused = state.is_scaled or (state.found_inf is not None and not state.folded)
-        if not refused or not has_gradients(optimizer):
-            return
-        if watch.in_scaled_backward:
-            fix = f"It was called inside the backward: call {self.calls.step} after it, or use precision 'bf16'"
-        else:
-            fix = f"Call {self.calls.step}" if state is not None else self.calls.unknown
-        scale = None if self.scaler is None else self.scaler.get_scale()
-        raise RuntimeError(
-            f"`{type(optimizer).__name__}.step()` was called past {self.calls.owner}, which therefore could neither"
-            f" divide its gradients by the loss scale ({scale:.10g}) nor skip it. {fix}."
-        )
 
     def _record(self, state: GradientState, skip: Skip) -> StepResult:
         """Make the one record of a step. The end of the round adds the next scale."""
@@ -431,7 +410,7 @@ class OptimizerSteps:
     @property
     def round_is_over(self) -> bool:
         """Return whether all optimizers have stepped, or one of them twice."""
-        return self._round.is_over(len(self._states) + self._expects_more)
+        return self._round.is_over(len(self.states) + self._expects_more)
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has stepped in this round, so that another round begins with its next step."""

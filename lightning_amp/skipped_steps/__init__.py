@@ -1,7 +1,12 @@
 """Undo a skipped step for schedules, averaged weights and buffers. Read `_protection.py` first."""
 
-from lightning_amp.skipped_steps._kept_buffers import KeptBuffers
-from lightning_amp.skipped_steps._named_buffers import BufferPlace, checked_buffer_rules, matching_places, norm_places
+from lightning_amp.skipped_steps._kept_buffers import (
+    BufferPlace,
+    KeptBuffers,
+    checked_buffer_rules,
+    matching_places,
+    norm_places,
+)
 from lightning_amp.skipped_steps._protection import SkipProtection
 
 __all__ = [

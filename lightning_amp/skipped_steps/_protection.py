@@ -15,8 +15,7 @@ from typing_extensions import final, override
 from lightning_amp._compat import _lightning
 from lightning_amp.casting import MethodOverride
 from lightning_amp.scaling import Hold, Skip, StepResult
-from lightning_amp.skipped_steps._kept_buffers import KeptBuffers
-from lightning_amp.skipped_steps._named_buffers import BufferPlace, norm_places
+from lightning_amp.skipped_steps._kept_buffers import BufferPlace, KeptBuffers, norm_places
 
 
 @final
@@ -31,10 +30,6 @@ class SkipProtection:
         module: The user's module.
         named: Buffers to restore besides the statistics of normalisation layers.
         on: Whether steps may be skipped at all. If steps are never skipped, nothing is protected.
-
-    Attributes:
-        active: Whether there is anything to protect. If there is nothing to protect, callers need not call the other
-            methods in each step.
 
     """
 
@@ -62,7 +57,6 @@ class SkipProtection:
             self._holds[key] = hold = Hold(*held[key])
             if isinstance(hold.target, Callback):
                 hold.observe(None, Skip.YES)  # no step so far
-        self.active = bool(self._holds or self._buffers)
 
     def _to_hold(self) -> Iterator[tuple[Any, ...]]:
         """Return the arguments of all holds. Schedules and callbacks are made or replaced during a fit."""
@@ -141,7 +135,7 @@ class SkipProtection:
         if self._scheduler_step is not None:
             self._scheduler_step.restore()
         self._holds, self._buffers = {}, []
-        self._on = self.active = False
+        self._on = False
 
 
 @final

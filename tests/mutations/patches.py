@@ -57,8 +57,8 @@ SCALING = [
     Mutation(
         "a fused optimizer steps with infinite gradients",
         "scaling/_state.py",
-        "found_inf = gradients.check(self._new_flag(device))\n        else:",
-        "found_inf = self._new_flag(device)\n        else:",
+        "found_inf = gradients.check(new_flag(device))\n        else:",
+        "found_inf = new_flag(device)\n        else:",
         (f"{SKIPPED}test_counters",),
     ),
     Mutation(
@@ -133,7 +133,7 @@ SCALING = [
     ),
     Mutation(
         "a step past the plugin applies scaled gradients",
-        "scaling/_steps.py",
+        "scaling/_backward_watch.py",
         "        if not refused or not has_gradients(optimizer):\n            return",
         "        return",
         ("tests/unit/precision/test_bypassed_steps.py",),
@@ -342,7 +342,7 @@ CASTING = [
     ),
     Mutation(
         "predictions are half precision",
-        "casting/_fp32_outputs.py",
+        "casting/_fp32_region.py",
         "        return to_fp32(self.inner(*args, **kwargs), HALF_DTYPES)",
         "        return self.inner(*args, **kwargs)",
         (f"{PROMISES}test_evaluation.py::test_predictions_to_numpy",),

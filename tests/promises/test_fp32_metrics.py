@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import lightning as L
@@ -121,6 +123,28 @@ def test_half_precision_inputs_and_functional_metrics() -> None:
     torch.testing.assert_close(module.r2.compute().cpu(), reference.compute().cpu(), rtol=0, atol=0)
     p, t, difference = module.kept[0]
     torch.testing.assert_close(difference, (p.float() @ t) / len(p), rtol=0, atol=0)
+
+
+def test_threads_that_share_a_function_do_not_share_autocast() -> None:
+    """One thread enters the function while another is inside, and leaves it later."""
+    inside, left = Event(), Event()
+
+    def wait(first: bool) -> None:
+        (inside if first else left).set()
+        (left if first else done).wait(10)
+
+    done, shared = Event(), fp32_region(wait)
+
+    def run(first: bool) -> bool:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=first):
+            if not first:
+                inside.wait(10)
+            shared(first)
+            done.set()
+            return torch.is_autocast_enabled("cpu")
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, [True, False])) == [True, False]
 
 
 class LateMetric(HalfMetrics):

@@ -90,12 +90,37 @@ def assigned_after_a_skip(net: Net, x: Tensor, index: int) -> None:
     optimizer.step()
 
 
+def assigned_after_a_skip_then_a_backward(net: Net, x: Tensor, index: int) -> None:
+    optimizer: Any = net.optimizers()
+    optimizer.zero_grad()
+    if index == 1:
+        for p in net.a.parameters():
+            p.grad = torch.ones_like(p)
+    net.manual_backward(net.loss(x) * (1.0 if index else torch.inf))
+    optimizer.step()
+
+
+def assigned_after_the_backward_of_another_then_its_own(net: Net, x: Tensor, index: int) -> None:
+    one, other = net.optimizers()
+    one.zero_grad()
+    net.manual_backward(net.loss(x))
+    other.zero_grad()
+    for p in net.b.parameters():
+        p.grad = torch.ones_like(p)
+    net.manual_backward(net.b(x).float().square().mean())
+    one.step()
+    other.step()
+
+
 @pytest.mark.parametrize(
     ("loop", "optimizers"),
     [
         (assigned_after_the_backward_of_another, None),
+        (assigned_after_the_backward_of_another_then_its_own, None),
         (assigned_after_a_skip, one_sgd),
         (assigned_after_a_skip, lambda net: one_sgd(net, fused=True)),
+        (assigned_after_a_skip_then_a_backward, one_sgd),
+        (assigned_after_a_skip_then_a_backward, lambda net: one_sgd(net, fused=True)),
     ],
 )
 def test_assigned_gradients_are_true_ones(loop: Any, optimizers: Any) -> None:
@@ -104,6 +129,44 @@ def test_assigned_gradients_are_true_ones(loop: Any, optimizers: Any) -> None:
         fit(net, precision, 2)
     for one, other in zip(nets["fp32"].parameters(), nets["fp16"].parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_failed_may_be_tried_again(fused: bool) -> None:
+    """Row 16: the optimizer raises before it updates anything, as when there is no memory for its state."""
+
+    def loop(net: Net, x: Tensor, index: int) -> None:
+        optimizer: Any = net.optimizers()
+        optimizer.zero_grad()
+        net.manual_backward(net.loss(x))
+        if index == 1:
+            rate = optimizer.param_groups[0].pop("lr")
+            with pytest.raises(KeyError):
+                optimizer.step()
+            optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+
+    nets = {precision: Net(loop, lambda net: one_sgd(net, fused=fused)) for precision in ("fp32", "fp16")}
+    for precision, net in nets.items():
+        fit(net, precision, 3)
+    torch.testing.assert_close(nets["fp32"].a.weight, nets["fp16"].a.weight, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_closure_that_failed_leaves_the_gradients_of_the_last_step(fused: bool) -> None:
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, fused=fused)
+    steps = ScaledSteps(1024.0, [optimizer])
+    steps.backward(net(torch.ones(2, 4)).sum())
+    steps.step(optimizer)
+
+    def closure() -> Any:
+        raise KeyError("out of memory")
+
+    with pytest.raises(KeyError):
+        steps.step(optimizer, closure)
+    steps.unscale_(optimizer)
+    torch.testing.assert_close(net.weight.grad, torch.full((1, 4), 2.0))
 
 
 @pytest.mark.parametrize("scaler", [None, 1024.0])

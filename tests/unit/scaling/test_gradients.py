@@ -133,6 +133,5 @@ def test_a_norm_that_overflows_says_nothing_about_the_gradients(
 
 def test_half_gradients_are_refused_by_shape_and_dtype(device: torch.device) -> None:
     loop = Loop(device, torch.ones(2), torch.ones(3, 4, dtype=torch.bfloat16))
-    with pytest.raises(HalfGradientsError, match=r"shape \[3, 4\] is bfloat16") as caught:
+    with pytest.raises(HalfGradientsError, match=r"shape \[3, 4\] is bfloat16"):
         loop.step()
-    assert caught.value.parameter is loop.params[1]
