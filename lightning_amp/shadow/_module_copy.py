@@ -27,7 +27,7 @@ from typing_extensions import final
 from lightning_amp._compat import _modules, _sharding
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.shadow._failures import in_one_line, is_out_of_memory
-from lightning_amp.shadow._fsdp2 import shared_internals
+from lightning_amp.shadow._fsdp import shared_internals
 
 # Objects that a step only reads, and whose copies would be large, useless or impossible.
 _SHARED: tuple[type, ...] = (

@@ -21,12 +21,12 @@ def test_a_step_of_the_shadow_changes_nothing(capsys: pytest.CaptureFixture[str]
     class Probe(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             before = {name: value.clone() for name, value in module.state_dict().items()}
-            shadow = Shadow(trainer, pl_module, trainer_attributes={"answer": 42})
+            shadow = Shadow(trainer, pl_module, strategy_attributes={"answer": 42})
             with torch.enable_grad():
                 loss = shadow.call("training_step", batch, batch_idx)
             found["shadow"] = shadow
             found["loss"] = loss
-            assert shadow.module.trainer.answer == 42
+            assert shadow.module.trainer.strategy.answer == 42
             assert isinstance(shadow.module.trainer, pl.Trainer)
             assert isinstance(shadow.module.trainer.strategy, SingleDeviceStrategy)
             assert shadow.module.trainer.lightning_module is shadow.module

@@ -27,38 +27,13 @@ def scaled_backward(layer: nn.Module, x: Tensor) -> None:
 @pytest.mark.parametrize("unscaled", [False, True])
 def test_clipping(name: str, clip: object, unscaled: bool) -> None:
     layer, x = nn.Linear(4, 2), torch.ones(3, 4)
-    optimizer = torch.optim.SGD(layer.parameters())
     with StepWatch(layer, SCALE) as watch:
         scaled_backward(layer, x)
         if unscaled:
-            watch.unscale_(optimizer)
-            watch.unscale_(optimizer)
-            assert float(layer.weight.grad.max()) == 3  # type: ignore[union-attr]
+            watch.unscaled = set(layer.parameters())
         clip(list(layer.parameters()))  # type: ignore[operator]
     assert list(watch.clippings.values()) == ([] if unscaled else [name])
     assert all("test_step_watch.py" in str(line) for line in watch.clippings)
-
-
-def test_a_backward_after_unscaling_adds_at_the_scale() -> None:
-    layer, x = nn.Linear(4, 2), torch.ones(3, 4)
-    with StepWatch(layer, SCALE) as watch:
-        scaled_backward(layer, x)
-        watch.unscale_(torch.optim.SGD(layer.parameters()))
-        scaled_backward(layer, x)
-    assert layer.weight.grad is not None
-    assert not watch.is_true(layer.weight.grad)
-    assert float(layer.weight.grad.max()) == 6 * SCALE
-
-
-def test_sparse_gradients_are_unscaled() -> None:
-    layer = nn.Embedding(5, 2, sparse=True)
-    with StepWatch(layer, SCALE) as watch:
-        (layer(torch.tensor([1, 1, 3])).sum() * SCALE).backward()
-        watch.unscale_(torch.optim.SGD(layer.parameters()))
-    gradient = layer.weight.grad
-    assert gradient is not None
-    assert watch.is_true(gradient)
-    assert gradient.coalesce().values().tolist() == [[2, 2], [1, 1]]
 
 
 def derivatives(dtype: torch.dtype, factor: float) -> StepWatch:

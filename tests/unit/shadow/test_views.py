@@ -10,7 +10,7 @@ import pytest
 from support import Recorder
 
 from lightning_amp import AmpPrecision
-from lightning_amp.shadow._views import NOTHING, SilentProgressBar, View, replaying, silent_logger
+from lightning_amp.shadow._views import NOTHING, View, replaying
 
 
 class Target:
@@ -18,6 +18,13 @@ class Target:
 
     def __init__(self) -> None:
         self.name = "real"
+
+    @property
+    def title(self) -> str:
+        return f"the {self.name} one"
+
+    def method(self) -> str:
+        return self.title
 
 
 def test_a_view_reads_from_its_target_and_keeps_what_is_set() -> None:
@@ -33,16 +40,14 @@ def test_a_view_reads_from_its_target_and_keeps_what_is_set() -> None:
         _ = view.nothing
 
 
-def test_a_computed_attribute_is_asked_each_time() -> None:
-    view: Any = View(Target())
-    numbers = iter(range(3))
-    view.compute("name", lambda: next(numbers))
-    assert [view.name, view.name] == [0, 1]
+def test_properties_are_those_of_the_view_and_methods_those_of_the_target() -> None:
+    view: Any = View(Target(), name="other")
+    assert (view.title, view.method()) == ("the other one", "the real one")
 
 
 def test_a_silent_logger_looks_like_the_real_one_and_writes_nothing() -> None:
     logger = Recorder()
-    silent: Any = silent_logger(logger)
+    silent: Any = View(logger, is_silent=True)
     assert isinstance(silent, Recorder)
     assert silent.name == logger.name
     silent.log_metrics({"a": 1.0}, step=0)
@@ -61,7 +66,6 @@ def test_nothing_takes_everything() -> None:
     assert not nothing
     with pytest.raises(AttributeError):
         copy.copy(nothing).__array__  # noqa: B018
-    SilentProgressBar().print("not seen")
 
 
 def test_a_replay_does_not_move_the_scale_of_derivatives() -> None:
