@@ -1,4 +1,4 @@
-"""A rank that fails in a second run does not stop the others, and a rank that is gone ends the fit in its time limit."""
+"""A rank that fails in a second run does not stop the others; a rank that is gone ends the fit in its time limit."""
 
 from __future__ import annotations
 
