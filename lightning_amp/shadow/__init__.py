@@ -1,11 +1,10 @@
 """Run the user's step a second time without side effects: on a copy, with its own random numbers and loggers."""
 
-from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
+from lightning_amp.shadow._batches import Batches, BatchWindow, KeptBatch, giving, keep_batches
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Precision, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
 from lightning_amp.shadow._fsdp import is_sharded, shard_of, shards_of_gathered, tensor_parallel_size
 from lightning_amp.shadow._gradient_sample import GradientSampler, RowsBy, precision_of
-from lightning_amp.shadow._kept_batches import Batches, giving, keep_batches, set_method
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._output_comparison import OutputComparison
 from lightning_amp.shadow._paired_evaluation import PairedEvaluation
@@ -57,7 +56,6 @@ __all__ = [
     "remove_callbacks",
     "require_unsharded",
     "run_private_fit",
-    "set_method",
     "shard_of",
     "shards_of_gathered",
     "tensor_parallel_size",

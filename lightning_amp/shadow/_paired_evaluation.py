@@ -13,7 +13,7 @@ from typing_extensions import final
 
 from lightning_amp._compat import _lightning, _modules, _sharding
 from lightning_amp.findings import ModuleSums
-from lightning_amp.shadow._batch_window import KeptBatch
+from lightning_amp.shadow._batches import KeptBatch
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage, follow_ddp_buffers
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._fsdp import NotNowError
