@@ -26,7 +26,7 @@ def run_hook(module: Any, name: str, *args: Any) -> None:
     call._call_lightning_module_hook(module.trainer, name, *args)
 
 
-# --- Lightning: evaluation; see also `shadow/_own_results.py` ---
+# --- Lightning: evaluation; see also `shadow/_shadow.py` ---
 
 
 # Remove with `evaluation_metrics`.

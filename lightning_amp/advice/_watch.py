@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,7 +24,7 @@ from lightning_amp.casting import modules_matching, our_name
 from lightning_amp.compare import num_rows
 from lightning_amp.measure import PeakMemory, num_bytes
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.shadow import copy_batch, keep_batches, set_method
+from lightning_amp.shadow import copy_batch, keep_batches
 
 MOST_SETTLING = 40
 """Steps after which the loss scale does not settle: a step that is skipped then has a fault."""
@@ -91,7 +92,7 @@ class Watch(Callback):
                 self._timer.pop()
 
         self._installed.callback(keep_batches(trainer, pl_module, keep))
-        self._installed.callback(set_method(pl_module, "training_step", training_step))
+        self._installed.enter_context(mock.patch.object(pl_module, "training_step", training_step))
         for optimizer in trainer.optimizers:
             before = optimizer.register_step_pre_hook(lambda *_: self._timer.push(OPTIMIZER))
             after = optimizer.register_step_post_hook(lambda *_: self._timer.pop())

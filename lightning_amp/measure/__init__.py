@@ -4,12 +4,10 @@
 `SpeedComparison` decides whether one of them is faster.
 """
 
-from lightning_amp.measure._device_clock import DeviceClock
 from lightning_amp.measure._matmul_flops import MatmulFlops, flop_formulas, multiplied_dtype
 from lightning_amp.measure._memory import MemoryOf, PeakMemory, is_settled, num_bytes
-from lightning_amp.measure._rounds import in_rounds
-from lightning_amp.measure._speed import SpeedComparison, paired_log_ratio, times_as_fast
-from lightning_amp.measure._step_timer import StepTimer
+from lightning_amp.measure._speed import SpeedComparison, in_rounds, paired_log_ratio, times_as_fast
+from lightning_amp.measure._step_timer import DeviceClock, StepTimer
 
 __all__ = [
     "DeviceClock",

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import final, override
 
 from lightning_amp._compat._modules import RECURRENT, SAME_FLOPS, DispatchMode
+from lightning_amp.measure._memory import inner_tensors
 
 
 @final
@@ -51,20 +52,12 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
 
 
 def multiplied_dtype(args: Any) -> str:
-    """Return the name of the dtype of the numbers that an operation multiplies."""
-    dtype = next((_stored_dtype(a) for a in args if isinstance(a, torch.Tensor)), torch.float32)
-    return str(dtype).removeprefix("torch.")
-
-
-def _stored_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which values are stored.
+    """Return the name of the dtype in which the numbers are stored that an operation multiplies.
 
     The attribute `dtype` of a tensor of scaled fp8 values is a different one.
     """
-    inner: Any = tensor
-    while hasattr(type(inner), "__tensor_flatten__"):
-        inner = getattr(inner, inner.__tensor_flatten__()[0][0])
-    return inner.dtype
+    dtype = next((inner_tensors(a)[0].dtype for a in args if isinstance(a, torch.Tensor)), torch.float32)
+    return str(dtype).removeprefix("torch.")
 
 
 def _convolution_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *args: Any, **_: Any) -> int:

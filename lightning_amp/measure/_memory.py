@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -35,25 +35,21 @@ def is_settled(num_batches: int, num_attempted: int, num_skipped: int) -> bool:
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes in the storages of tensors; a shared storage counts once."""
     storages: dict[int, int] = {}
-    for tensor in (inner for outer in tensors for inner in _inner(outer)):
-        if has_storage(tensor):
+    for tensor in (inner for outer in tensors for inner in inner_tensors(outer)):
+        # lazy, sparse and meta tensors have no single block of memory
+        if not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
-def has_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor has a single block of memory. Lazy, sparse and meta tensors have none."""
-    return not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta
-
-
-def _inner(tensor: Tensor) -> Iterable[Tensor]:
+def inner_tensors(tensor: Tensor) -> Sequence[Tensor]:
     """Return the tensors that hold the values: of a sharded tensor this rank's part, of a quantized one several."""
     tensor = _sharding.local(tensor)
     if not hasattr(type(tensor), "__tensor_flatten__"):
         return (tensor,)
     flat: Any = tensor
-    return [inner for name in flat.__tensor_flatten__()[0] for inner in _inner(getattr(flat, name))]
+    return [inner for name in flat.__tensor_flatten__()[0] for inner in inner_tensors(getattr(flat, name))]
 
 
 @final

@@ -1,4 +1,4 @@
-"""`SpeedComparison`: the statistic behind every sentence about speed.
+"""`SpeedComparison`: the statistic behind every sentence about speed; `in_rounds` times runs for it.
 
 It has a ratio of times, its interval, and a claim. A repetition is a whole run (one seed of a comparison) or a whole
 round in which each contestant runs once. It is never a single step. All steps of one process share a memory layout, a
@@ -8,16 +8,15 @@ Lightning and no scipy.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Literal
 
 from typing_extensions import final
-
-from lightning_amp._arguments import is_number, require
 
 SpeedClaim = Literal["faster", "slower", "same", "undecided", "one run"]
 
@@ -54,13 +53,9 @@ class SpeedComparison:
     def of(cls, log_ratios: Iterable[float], level: float = 0.95) -> SpeedComparison:
         """Compare by Student's t interval of the mean of log(time of the contestant / time of the reference).
 
-        Raises:
-            ValueError: If there is no value, or one that is not finite.
-
+        There must be one or more values, all of them finite.
         """
-        values = [float(value) for value in log_ratios]
-        wrong = [value for value in values if not is_number(value)]
-        require(bool(values) and not wrong, "log_ratios", "one or more finite numbers", wrong[:1])
+        values = list(log_ratios)
         mean, count = statistics.fmean(values), len(values)
         if count == 1:
             return cls(math.exp(-mean), None, None, 1)
@@ -133,6 +128,45 @@ class SpeedComparison:
 
     def __str__(self) -> str:
         return self.in_words()
+
+
+def in_rounds(
+    runs: Mapping[str, Callable[[], float]],
+    takes_part: Callable[[int], Iterable[str]],
+    failed: Callable[[str, Exception], None] | None = None,
+) -> dict[str, list[float]]:
+    """Return the seconds of each run by round; each round reverses the order of the round before.
+
+    A machine that becomes busy then slows down all runs, and not only the last one.
+
+    Each run is called once before the first round, so that kernels are chosen and memory is allocated. The seconds of
+    that call are not returned.
+
+    Args:
+        runs: Functions that return the seconds of one run.
+        takes_part: Returns the names for the next round, given the number of finished rounds. An empty result ends the
+            timing.
+        failed: Called with the name and the exception if a first call raises; that run is then left out. Without
+            `failed` the exception is raised.
+
+    """
+    seconds: dict[str, list[float]] = {}
+    for name, run in runs.items():
+        try:
+            run()
+        except Exception as error:
+            if failed is None:
+                raise
+            failed(name, error)
+        else:
+            seconds[name] = []
+    for number in itertools.count():
+        names = [name for name in takes_part(number) if name in seconds]
+        if not names:
+            break
+        for name in names if number % 2 else names[::-1]:
+            seconds[name].append(runs[name]())
+    return seconds
 
 
 def paired_log_ratio(contestant_s: Sequence[float], reference_s: Sequence[float]) -> float:

@@ -1,9 +1,14 @@
-"""Measure how long training steps take."""
+"""Measure time on a device, and how long training steps take.
+
+A device with timed events in its stream is not waited for. For others the host's clock is read after waiting.
+"""
 
 from __future__ import annotations
 
+import functools
+import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -11,13 +16,58 @@ from typing import Any
 import torch
 from typing_extensions import final
 
-from lightning_amp.measure._device_clock import DeviceClock
-
 _FIRST = 10
 """Steps that are not steady, because they allocate memory, choose kernels and compile code.
 
 In short runs, a fifth of the steps counts as not steady.
 """
+
+
+@final
+class DeviceClock:
+    """Measure time on the CPU or on one device, which need not be the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._where = device
+        self._has_events = _has_timed_events(device)
+
+    def now(self) -> Any:
+        """Return a mark behind everything launched so far. It waits for a device that has no timed events."""
+        if self._has_events:
+            return _event(self._where)
+        if self._where.type != "cpu":
+            torch.accelerator.synchronize(self._where)
+        return time.perf_counter()
+
+    @staticmethod
+    def seconds(first: Any, last: Any) -> float:
+        """Return the seconds between two marks of one clock. It waits until the device has reached `last`."""
+        if isinstance(last, float):
+            return last - first
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
+
+    def seconds_of(self, run: Callable[[], object]) -> float:
+        """Return the seconds of a call. It waits until the device has finished the call."""
+        start = self.now()
+        run()
+        return self.seconds(start, self.now())
+
+
+@functools.cache
+def _has_timed_events(device: torch.device) -> bool:
+    if device.type in ("cpu", "mps"):  # events of MPS may hang: https://github.com/pytorch/pytorch/issues/162872
+        return False
+    try:
+        return DeviceClock.seconds(_event(device), _event(device)) >= 0
+    except (RuntimeError, NotImplementedError, ValueError):
+        return False
+
+
+def _event(device: torch.device) -> torch.Event:
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
 
 
 @final

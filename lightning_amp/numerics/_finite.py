@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -59,15 +58,6 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """
     ends = [end for tensor in tensors for end in extremes(tensor)]
     return torch.isfinite(stack_scalars(ends)).all() if ends else torch.ones((), dtype=torch.bool)
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether all values of one tensor are finite. This waits for the device."""
-    ends = extremes(tensor)
-    if not ends:
-        return True
-    with _modules.outside_dispatch_modes():
-        return math.isfinite(ends[0].item()) and math.isfinite(ends[1].item())
 
 
 def nonfinite_gradients(parameters: Mapping[str, Tensor]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Every result is a tensor on the device of the values, so no function waits for t
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +32,14 @@ def underflow_counts(values: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     return torch.stack([to_zero - zeros, below_normal - to_zero, finite - zeros])
 
 
-def headroom_bits(values: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+def headroom_bits(values: Tensor, scale: float = 1.0) -> Tensor:
     """Return how often `values` times `scale` could be doubled before the largest overflows in fp16, shape [].
 
     That is log2(65504 / max |values|). It is negative for values outside the range. It is infinite if
     all are zero or there are none, NaN if one is NaN, and minus infinity if one is infinite.
     """
     # Subtract logarithms, since the quotient of a large and a tiny number leaves the range of fp32.
-    factor = torch.log2(scale.to(values.device)) if isinstance(scale, Tensor) else math.log2(scale)
-    return math.log2(FP16_LARGEST) - torch.log2(largest(values)) - factor
+    return math.log2(FP16_LARGEST) - torch.log2(largest(values)) - math.log2(scale)
 
 
 def dense(values: Tensor) -> Tensor:
@@ -56,13 +55,6 @@ def dense(values: Tensor) -> Tensor:
     return values.values() if values.layout in _COMPRESSED else values
 
 
-def outside_modes(values: Tensor) -> AbstractContextManager[None]:
-    """Return a context that hides operations on a plain tensor from every `TorchDispatchMode`."""
-    kind = type(values)
-    plain = kind is Tensor or kind is nn.Parameter
-    return _modules.outside_dispatch_modes() if plain else nullcontext()
-
-
 def largest(values: Tensor) -> Tensor:
     """Return the largest magnitude, float32 []: 0 if there are no values, NaN if one is NaN."""
     values = dense(values)
@@ -76,5 +68,6 @@ def largest_finite(values: Tensor) -> Tensor:
     values = dense(values)
     if values.numel() == 0:
         return torch.zeros((), device=values.device)
-    with outside_modes(values):
+    # hidden from every `TorchDispatchMode`
+    with _modules.outside_dispatch_modes() if type(values) in (Tensor, nn.Parameter) else nullcontext():
         return values.detach().abs().nan_to_num_(0.0, 0.0).max().float()

@@ -1,12 +1,10 @@
 """Run the user's step a second time without side effects: on a copy, with its own random numbers and loggers."""
 
-from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
+from lightning_amp.shadow._batches import Batches, BatchWindow, KeptBatch, giving, keep_batches
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Precision, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
-from lightning_amp.shadow._fsdp2 import shard_of, shards_of_gathered
+from lightning_amp.shadow._fsdp import is_sharded, shard_of, shards_of_gathered, tensor_parallel_size
 from lightning_amp.shadow._gradient_sample import GradientSampler, RowsBy, precision_of
-from lightning_amp.shadow._kept_batches import Batches, giving, keep_batches, set_method
-from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._output_comparison import OutputComparison
 from lightning_amp.shadow._paired_evaluation import PairedEvaluation
@@ -20,8 +18,8 @@ from lightning_amp.shadow._private_fit import (
 )
 from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, RankMissingError, gather
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
-from lightning_amp.shadow._surroundings import device_of_trainer, is_sharded, tensor_parallel_size, unnoticed
-from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
+from lightning_amp.shadow._surroundings import device_of_trainer, unnoticed
+from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass, matmul_flops
 
 __all__ = [
     "BOUNDARY",
@@ -58,7 +56,6 @@ __all__ = [
     "remove_callbacks",
     "require_unsharded",
     "run_private_fit",
-    "set_method",
     "shard_of",
     "shards_of_gathered",
     "tensor_parallel_size",

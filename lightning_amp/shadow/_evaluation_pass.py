@@ -18,14 +18,6 @@ from lightning_amp._compat import _lightning
 from lightning_amp.casting import is_metric
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._module_copy import copy_batch
-from lightning_amp.shadow._own_results import (
-    finish_evaluation_batch,
-    finish_evaluation_epoch_end,
-    finish_evaluation_loader,
-    forget_results,
-    start_evaluation_batch,
-    start_evaluation_epoch_end,
-)
 from lightning_amp.shadow._shadow import Shadow
 from lightning_amp.tracing import RandomState, fp32_throughout, full_precision, paired_random
 
@@ -83,14 +75,18 @@ class EvaluationPass:
         return self._plugin.test_step_context() if self._stage == "test" else self._plugin.val_step_context()
 
     def start_afresh(self) -> None:
-        """Reset the metrics of the batches so far, and run the hooks before the first batch."""
-        forget_results(self.view)
+        """Reset the metrics of the batches so far, and run the hooks before the first batch.
+
+        Remove with `own_results`.
+        """
+        self.view._results.clear()
+        self.view._logger_connector._callback_metrics.clear()
         self._metrics.clear()
         with self.active():
             for module in self.module.modules():
                 if is_metric(module):
                     module.reset()  # pyright: ignore[reportCallIssue]
-        with self.active(), self._shadow.running(), self._context(is_hook=True), self._shadow.reduce.suspended():
+        with self.active(), self._shadow.running(), self._context(is_hook=True):
             for hook in (f"on_{self._stage}_start", f"on_{self._stage}_epoch_start"):
                 if is_overridden(hook, self.module):
                     self._shadow.call(hook)
@@ -99,6 +95,8 @@ class EvaluationPass:
         self, batch: Any, batch_idx: int, loader_idx: int | None, watch: AbstractContextManager[Any] | None = None
     ) -> None:
         """Run the batch hooks and the step on a copy of a batch, and restore the random generators.
+
+        It names, weights and reduces what is logged as the evaluation loop does. Remove with `own_results`.
 
         Args:
             batch: The batch; unchanged.
@@ -117,26 +115,23 @@ class EvaluationPass:
             step_args = args
             if not is_param_in_hook_signature(getattr(module, f"{stage}_step"), "batch_idx", min_args=2):
                 step_args = (batch, *args[2:])
-            start_evaluation_batch(self.view, batch, loader_idx)
+            self.view._logger_connector.on_batch_start(batch, loader_idx)
             try:
-                # Values of single steps are not compared. If they were reduced and this rank ran out of memory before,
-                # the other ranks would wait for it.
-                with self._shadow.reduce.suspended():
-                    with self._context(is_hook=True):
-                        call(f"on_{stage}_batch_start", *args)
-                    with self._context(f"{stage}_step"), watch or nullcontext():
-                        outputs = call(f"{stage}_step", *step_args)
-                    with self._context(is_hook=True):
-                        call(f"on_{stage}_batch_end", outputs, *args)
+                with self._context(is_hook=True):
+                    call(f"on_{stage}_batch_start", *args)
+                with self._context(f"{stage}_step"), watch or nullcontext():
+                    outputs = call(f"{stage}_step", *step_args)
+                with self._context(is_hook=True):
+                    call(f"on_{stage}_batch_end", outputs, *args)
             finally:
-                finish_evaluation_batch(self.view)
+                self.view._results.batch = self.view._results.batch_size = None
 
     def active(self) -> AbstractContextManager[None]:
         """Return the context for code that changes the shadow between its steps. All ranks must enter it."""
         return self._shadow.active()
 
     def finish(self, random_state: RandomState | None) -> dict[str, Tensor]:
-        """Run the epoch-end hook and return the epoch's metrics by name.
+        """Run the epoch-end hook and return the epoch's metrics by name. Remove with `own_results`.
 
         `random_state` has the random generators before the epoch-end hook of the real module.
         """
@@ -147,37 +142,38 @@ class EvaluationPass:
         in_order = paired_random(self.device_type, random_state)
         with self.active(), self._shadow.running(), in_order, self._context(is_hook=True):
             self._finish_loader()
-            start_evaluation_epoch_end(self.view)
+            connector = self.view._logger_connector
+            connector.epoch_end_reached()
+            connector._evaluation_epoch_end()
             with self._context():
                 self._shadow.call(f"on_{self._stage}_epoch_end")
-            self._metrics.update(finish_evaluation_epoch_end(self.view))
+            connector.on_epoch_end()
+            self._keep_metrics()
         return self._metrics
 
     def close(self) -> None:
         """Free the shadow."""
         self._shadow.close()
 
+    # Remove with `own_results`.
     def _finish_loader(self) -> None:
-        self._metrics.update(finish_evaluation_loader(self.view))
+        self.view._logger_connector.epoch_end_reached()
+        self._keep_metrics()
+
+    # Remove with `own_results`.
+    def _keep_metrics(self) -> None:
+        self.view._logger_connector.update_eval_epoch_metrics()
+        self._metrics.update(self.view._logger_connector.metrics["callback"])
 
 
 def follow_ddp_buffers(trainer: Trainer, module: LightningModule) -> None:
     """Copy rank 0's buffers to the shadows of all ranks, as DDP does for the real module at its next forward.
 
-    Otherwise the BatchNorm statistics of shadow and real module would differ on all other ranks. There is one broadcast
-    per dtype.
+    Otherwise the BatchNorm statistics of shadow and real module would differ on all other ranks.
     """
     ddp = trainer.strategy.model
     # DDP does not copy buffers after a forward without synchronised gradients, as in manual optimization.
-    if not isinstance(ddp, DistributedDataParallel) or not ddp.will_sync_module_buffers():
-        return
-    by_dtype: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for name, buffer in module.named_buffers():
-        if name not in ddp.parameters_to_ignore and buffer.numel():
-            by_dtype.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    for buffers in by_dtype.values():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        torch.distributed.broadcast(flat, group_src=0, group=ddp.process_group)
-        with torch.no_grad():
-            for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-                buffer.copy_(values.view_as(buffer))
+    if isinstance(ddp, DistributedDataParallel) and ddp.will_sync_module_buffers():
+        for name, buffer in module.named_buffers():
+            if name not in ddp.parameters_to_ignore and buffer.numel():
+                torch.distributed.broadcast(buffer, group_src=0, group=ddp.process_group)

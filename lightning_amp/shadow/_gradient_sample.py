@@ -27,11 +27,10 @@ from lightning_amp.numerics import (
 )
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._failures import Failure
-from lightning_amp.shadow._fsdp2 import counts_here
+from lightning_amp.shadow._fsdp import counts_here, is_sharded
 from lightning_amp.shadow._output_comparison import OutputComparison
 from lightning_amp.shadow._ranks import OtherRankFailedError, gather, together
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
-from lightning_amp.shadow._surroundings import is_sharded
 from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
 from lightning_amp.tracing import Trace
 
@@ -136,7 +135,7 @@ class GradientSampler:
                 trace=amp_trace, step_watch=amp_watch, fp32_draws=True,
             )  # fmt: skip
             sample = sample._replace(forward_is_finite=loss is None or bool(torch.isfinite(loss).all()))
-            amp_run = amp_pass.true_gradients()
+            amp_run = amp_pass.gradients()
             if scale != 1:
                 clipped = " and ".join(f"`{name}` ({line})" for line, name in amp_watch.clippings.items())
                 sample = sample._replace(clipped=clipped, derivatives=inaccurate_derivatives(fp32_watch, amp_watch))

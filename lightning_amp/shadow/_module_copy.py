@@ -13,13 +13,14 @@ import io
 import threading
 import types
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import final
@@ -27,16 +28,18 @@ from typing_extensions import final
 from lightning_amp._compat import _modules, _sharding
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.shadow._failures import in_one_line, is_out_of_memory
-from lightning_amp.shadow._fsdp2 import shared_internals
+from lightning_amp.shadow._fsdp import shared_internals
 
 # Objects that a step only reads, and whose copies would be large, useless or impossible.
 _SHARED: tuple[type, ...] = (
     *(type(threading.Lock()), type(threading.RLock()), types.ModuleType),
     *(Callback, DataLoader, Dataset, LightningDataModule, LRScheduler, Sampler, torch.optim.Optimizer),
     *(torch.Event, torch.Stream, torch.cuda.Event, torch.cuda.Stream, torch.mps.Event),
+    *((torch.distributed.ProcessGroup, DeviceMesh) if torch.distributed.is_available() else ()),
 )
 _ATOMS: tuple[type, ...] = (bool, int, float, str, type(None), types.FunctionType)
-_CONTAINERS: tuple[type, ...] = (list, tuple, set, deque)
+_DEPTH, _DEPTH_OF_BATCHES = 3, 10
+"""How deep the items and attributes of a module's attribute, or of a batch, are looked into."""
 _EMPTY = object()
 
 Attributes = dict[nn.Module, dict[str, Any]]
@@ -122,49 +125,10 @@ def copy_batch(batch: Any, *, upcast: bool = False) -> Any:
         upcast: Turn half-precision tensors into float32, for a step in fp32. Outside of autocast, an operation of a
             float32 weight and a bfloat16 input raises an error.
     """
-    memo: dict[int, Any] = {}
-    for tensor in _tensors_in(batch, set()):
-        own = tensor.detach().float() if upcast and tensor.dtype in HALF_DTYPES else tensor.detach().clone()
-        memo[id(tensor)] = own.requires_grad_(tensor.requires_grad)
-    return _copied(batch, "batch", memo)
-
-
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if id(value) in seen or type(value) in _ATOMS or isinstance(value, (nn.Module, type)):
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        yield value
-        return
-    for item in _items_of(value):
-        yield from _tensors_in(item, seen)
-
-
-def _items_of(value: Any) -> list[Any]:
-    """Return the parts of a container, or the attributes of an object."""
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return list(value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", {}).values())
-
-
-def _copied(value: Any, path: str, memo: dict[int, Any]) -> Any:
-    """Copy a value deeply. The parts of a container that cannot be copied are replaced by :class:`NotCopied`."""
-    known, cls = len(memo), type(value)
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        for key in list(memo)[known:]:  # half-filled objects, which a second reference would use
-            del memo[key]
-        if cls in (dict, OrderedDict):
-            result = memo[id(value)] = cls()
-            result.update((key, _copied(item, f"{path}[{key!r}]", memo)) for key, item in value.items())
-        elif cls in (list, tuple):
-            result = memo[id(value)] = cls(_copied(item, f"{path}[{i}]", memo) for i, item in enumerate(value))
-        else:
-            result = NotCopied(path, error)  # not in the memo, so that functions keep the original
-        return result
+    copier = _Copier({}, upcast)
+    copier.look_into(batch, "batch", -_DEPTH_OF_BATCHES)
+    result = copier.copied(batch, "batch")
+    return result() if type(result) is NotCopied else result
 
 
 @final
@@ -174,7 +138,7 @@ class _Copier:
     def __init__(self, memo: dict[int, Any], upcast: bool) -> None:
         self._memo, self._upcast = memo, upcast
         self._paths: dict[nn.Module, str] = {}
-        self._shared = (*_SHARED, *_process_group_types())
+        self._seen: set[int] = set()  # containers and other objects
 
     def find(self, module: nn.Module, path: str) -> None:
         """Find all modules that a module refers to, and enter its tensors and what the copy shares into the memo."""
@@ -182,38 +146,59 @@ class _Copier:
             return
         self._paths[module] = path
         for parameter in module.parameters(recurse=isinstance(module, torch.jit.ScriptModule)):
-            if id(parameter) not in self._memo:
-                self._memo[id(parameter)] = own = nn.Parameter(self._values(parameter), parameter.requires_grad)
-                vars(own).update(vars(parameter))  # attributes such as `no_weight_decay`
+            self._enter(parameter)
         for buffer in module.buffers(recurse=False) if self._upcast else ():
             if buffer.dtype in HALF_DTYPES:
-                self._memo[id(buffer)] = self._values(buffer)
+                self._enter(buffer)
         if not isinstance(module, torch.jit.ScriptModule):
             for name, child in module.named_children():
                 self.find(child, f"{path}.{name}")
             for name, value in vars(module).items():
-                self._look_into(value, f"{path}.{name}", depth=0)
+                self.look_into(value, f"{path}.{name}")
 
-    def _values(self, tensor: Tensor) -> Tensor:
-        upcast = self._upcast and tensor.dtype in HALF_DTYPES
-        return tensor.detach().float() if upcast else tensor.detach().clone()
-
-    def _look_into(self, value: Any, path: str, depth: int) -> None:
-        cls = type(value)
-        if cls in _ATOMS or id(value) in self._memo:
+    def _enter(self, tensor: Tensor) -> None:
+        """Enter a copy of a tensor into the memo: of a view only its own values, and without its graph."""
+        if id(tensor) in self._memo:
             return
-        if cls in weakref.ProxyTypes or isinstance(value, self._shared):
+        values = tensor.detach()
+        own = values.float() if self._upcast and tensor.dtype in HALF_DTYPES else values.clone()
+        if isinstance(tensor, nn.Parameter):
+            own = nn.Parameter(own, tensor.requires_grad)
+            vars(own).update(vars(tensor))  # attributes such as `no_weight_decay`
+        self._memo[id(tensor)] = own.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+    def look_into(self, value: Any, path: str, depth: int = 0) -> None:
+        """Do the same for a value, its items and its attributes."""
+        cls = type(value)
+        if cls in _ATOMS or id(value) in self._memo or id(value) in self._seen:
+            return
+        if cls in weakref.ProxyTypes or isinstance(value, _SHARED):
             self._memo[id(value)] = value
         elif isinstance(value, nn.Module):  # users keep a large frozen teacher in a list, out of `parameters()`
             self.find(value, path)
         elif isinstance(value, torch.jit.ScriptFunction):
             self._memo[id(value)] = _script_copy(value)
         elif isinstance(value, Tensor):
-            if value.grad_fn is not None:
-                self._memo[id(value)] = value.detach().clone()
-        elif depth < 3 and not isinstance(value, type):
-            for item in _items_of(value):
-                self._look_into(item, path, depth + 1)
+            self._enter(value)
+        elif depth < _DEPTH and not isinstance(value, type):
+            self._seen.add(id(value))
+            items = value
+            if not isinstance(value, (list, tuple, set, deque)):
+                items = (value if isinstance(value, Mapping) else getattr(value, "__dict__", {})).values()
+            for item in list(items):
+                self.look_into(item, path, depth + 1)
+
+    def copied(self, value: Any, path: str) -> Any:
+        """Copy a value deeply. A :class:`NotCopied` stands for a value that cannot be copied."""
+        known = len(self._memo)
+        try:
+            return copy.deepcopy(value, self._memo)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            for key in list(self._memo)[known:]:  # half-filled objects, which a second reference would use
+                del self._memo[key]
+            return NotCopied(path, error)  # not in the memo, so that functions keep the original
 
     def copy_modules(self) -> None:
         """Copy the modules that were found, and enter the copies into the memo, children first."""
@@ -226,9 +211,6 @@ class _Copier:
                 memo[id(module)] = _script_copy(module)
             elif not _copies_itself(cls):
                 copies[module] = memo[id(module)] = cls.__new__(cls)
-                for reference in weakref.getweakrefs(module):
-                    if type(reference) in weakref.ProxyTypes:
-                        memo[id(reference)] = weakref.proxy(copies[module])
         for module, own in copies.items():
             own.__setstate__(self.attributes(module, _uncompiled_state(_state_of(module))))
             if isinstance(own, LightningModule):
@@ -240,14 +222,14 @@ class _Copier:
         """Copy the attributes of one module. Hooks that cannot be copied are shared."""
         copies: dict[str, Any] = {}
         for name, item in state.items():
-            cls, path = type(item), f"{self._paths[module]}.{name}"
-            if cls in _ATOMS or (cls in (dict, OrderedDict) and not item):
-                copies[name] = item if cls in _ATOMS else cls()  # ten times as fast, and a module has ten of them
-                continue
-            copies[name] = _copied(item, path, self._memo)
+            path = f"{self._paths[module]}.{name}"
             if name.endswith("_hooks") and isinstance(item, dict):
-                own = {key: item[key] if type(hook) is NotCopied else hook for key, hook in copies[name].items()}
-                copies[name].update(own)
+                copies[name] = type(item)()
+                for key, hook in item.items():
+                    own = self.copied(hook, path)
+                    copies[name][key] = hook if type(own) is NotCopied else own
+            else:
+                copies[name] = self.copied(item, path)
         return copies
 
 
@@ -321,14 +303,6 @@ def _contents(cell: types.CellType) -> object:
         return cell.cell_contents
     except ValueError:  # the variable is assigned later, or never
         return _EMPTY
-
-
-def _process_group_types() -> tuple[type, ...]:
-    if not torch.distributed.is_available():
-        return ()
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return (torch.distributed.ProcessGroup, DeviceMesh)
 
 
 # Remove when Lightning drops the cache in copies.

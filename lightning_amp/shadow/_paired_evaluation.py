@@ -8,16 +8,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from typing_extensions import final
 
 from lightning_amp._compat import _lightning, _modules, _sharding
 from lightning_amp.findings import ModuleSums
-from lightning_amp.shadow._batch_window import KeptBatch
+from lightning_amp.shadow._batches import KeptBatch
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage, follow_ddp_buffers
 from lightning_amp.shadow._failures import Failure
-from lightning_amp.shadow._fsdp1 import NotNowError
+from lightning_amp.shadow._fsdp import NotNowError
 from lightning_amp.shadow._output_comparison import OutputComparison
 from lightning_amp.shadow._ranks import OtherRankFailedError, gather, together
 from lightning_amp.tracing import RandomState
@@ -49,7 +48,7 @@ class PairedEvaluation:
         amp: After :meth:`finish`, the metrics by name.
         fp32: The same in fp32.
         modules: The compared outputs of modules, over all ranks.
-        running: Whether the comparison runs, on all ranks.
+        running: Whether the comparison runs on this rank; after :meth:`finish`, whether it ran on all ranks.
         failed_for_good: Whether it failed on any rank in a way that the next comparison would fail, too.
 
     """
@@ -73,7 +72,7 @@ class PairedEvaluation:
         self._available = trainer.num_test_batches if stage == "test" else trainer.num_val_batches
         self._fp32: EvaluationPass | None = None
         self._amp: EvaluationPass | None = None  # while it is `None`, the real module is the AMP side
-        self._failed = self._fatal = self._started = False
+        self._fatal = False
         self._loader_idx: int | None = None
         self._random_state: RandomState | None = None
         # the metrics of the loaders before the present one, and the versions of the parameters
@@ -86,20 +85,17 @@ class PairedEvaluation:
         self.end_batch()
         loader_idx = _lightning.evaluation_loader_idx(self._trainer)
         if batch_idx >= self._num_batches(loader_idx):
-            if self._amp is None and not self._failed:  # a copy goes on as the AMP side
+            if self._amp is None:  # a copy goes on as the AMP side
                 with self._observing():
                     self._amp = EvaluationPass(self._trainer, self._module, self.stage, "amp", self._amp_metrics)
             return
-        if not self._started:
-            self._start()
-        elif loader_idx != self._loader_idx:
-            self._agree()  # the end of a loader reduces metrics over the ranks
-            # The first `self.log` of the next loader resets a value that was logged with `add_dataloader_idx=False`.
-            self._amp_metrics.update(_lightning.evaluation_metrics(self._trainer))
-        self._loader_idx = loader_idx
-        if self._fp32 is None:
-            return
         with self._observing():
+            if self._fp32 is None:
+                self._fp32 = self._start()
+            elif loader_idx != self._loader_idx:
+                # The next loader's first `self.log` resets a value that was logged with `add_dataloader_idx=False`.
+                self._amp_metrics.update(_lightning.evaluation_metrics(self._trainer))
+            self._loader_idx = loader_idx
             if batch_idx < _MOST_BATCHES:
                 device_type = self._fp32.device_type
                 kept = KeptBatch.keep(batch, batch_idx, device_type, copy=True, loader_idx=loader_idx)
@@ -126,7 +122,6 @@ class PairedEvaluation:
         All ranks must call this. This waits for the device.
         """
         self.end_batch()
-        self._agree()
         if self._fp32 is not None:
             with self._observing():
                 is_changed = self._versions != self._parameter_versions(self._fp32)
@@ -138,12 +133,12 @@ class PairedEvaluation:
                 else:
                     amp = self._amp.finish(self._random_state)
                 self.amp, self.fp32 = ({n: float(v) for n, v in side.items()} for side in (amp, fp32))
-            self._agree()
-        is_complete = self._fp32 is not None and self.running
+        states = gather(self._trainer, (self._fp32 is not None, self._fatal))
+        self.running, self.failed_for_good = all(runs for runs, _ in states), any(fatal for _, fatal in states)
         self.close()
-        if is_complete and self._outputs is not None:
+        if self.running and self._outputs is not None:
             self.modules = self._outputs.sums_of_all_ranks(self._trainer)
-        return is_complete
+        return self.running
 
     def close(self) -> None:
         """Free the shadows."""
@@ -153,15 +148,13 @@ class PairedEvaluation:
                 one.close()
         self._fp32 = self._amp = None
 
-    def _start(self) -> None:
+    def _start(self) -> EvaluationPass:
         # The copy is made at the first batch and not earlier, when the epoch-start hooks of all callbacks and the
         # module have run. These hooks swap averaged weights in, and set attributes for the epoch.
-        self._started = True
-        with self._observing():
-            self._fp32 = EvaluationPass(self._trainer, self._module, self.stage, "fp32")
-            self._versions = self._parameter_versions(self._fp32)
-        if isinstance(self._trainer.strategy, DDPStrategy) and self._agree():
-            follow_ddp_buffers(self._trainer, self._fp32.module)
+        fp32 = EvaluationPass(self._trainer, self._module, self.stage, "fp32")
+        self._versions = self._parameter_versions(fp32)
+        follow_ddp_buffers(self._trainer, fp32.module)
+        return fp32
 
     def _parameter_versions(self, fp32: EvaluationPass) -> list[int]:
         with fp32.active():  # a sharded module has its shards there, also after a forward
@@ -171,7 +164,7 @@ class PairedEvaluation:
 
     def _num_batches(self, loader_idx: int | None) -> float:
         limit = self._limit_batches
-        if limit is None or isinstance(limit, int):
+        if not isinstance(limit, float):
             return math.inf if limit is None else limit
         num_batches = max(self._available) if loader_idx is None else self._available[loader_idx]
         if math.isinf(num_batches) and limit < 1.0:
@@ -188,7 +181,7 @@ class PairedEvaluation:
                 yield
         except Exception as error:
             self.close()
-            self._failed = True
+            self.running = False
             failure = Failure.of(
                 error, f"the module's {self.stage}", f"the fp32 pass of epoch {self._trainer.current_epoch}"
             )
@@ -201,15 +194,3 @@ class PairedEvaluation:
             if failure.out_of_memory:
                 then += f". A smaller {self.stage} batch needs less"
             self._on_failure(failure._replace(text=failure.text + then))
-
-    def _agree(self) -> bool:
-        """Return whether all ranks can continue.
-
-        They stop together, because the next operations reduce over the ranks.
-        """
-        states = gather(self._trainer, (self._fp32 is not None, self._fatal)) if self.running else []
-        if not all(runs for runs, _ in states):
-            self.running = False
-            self.failed_for_good = any(fatal for _, fatal in states)
-            self.close()
-        return self.running

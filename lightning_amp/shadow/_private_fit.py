@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -34,7 +35,7 @@ from lightning_amp._compat._messages import SHARDING
 from lightning_amp.shadow._failures import in_one_line
 from lightning_amp.shadow._module_copy import copy_module
 from lightning_amp.shadow._surroundings import accelerator_for
-from lightning_amp.shadow._views import NOTHING
+from lightning_amp.shadow._views import View
 from lightning_amp.tracing import RandomState
 
 _LEFT_OUT = {
@@ -68,7 +69,8 @@ def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
     made = _made(make_module, "make_module", LightningModule)
     start.restore("cpu")
     again = _made(make_module, "make_module", LightningModule)
-    return again if _are_apart(made, again) else copy_module(again, {})
+    first, second = ({id(p) for p in (*m.modules(), *m.parameters(), *m.buffers())} for m in (made, again))
+    return again if first.isdisjoint(second) else copy_module(again, {})
 
 
 def require_unsharded(make_module: Callable[[], LightningModule], asked: str) -> None:
@@ -101,16 +103,6 @@ def require_unsharded(make_module: Callable[[], LightningModule], asked: str) ->
         )
 
 
-def _are_apart(one: LightningModule, other: LightningModule) -> bool:
-    """Return whether two modules share no submodule and no tensor, so that training one does not change the other."""
-    if one is other:
-        return False
-    modules = {id(module) for module in one.modules()}
-    tensors = {id(tensor) for tensor in (*one.parameters(), *one.buffers())}
-    shared = any(id(tensor) in tensors for tensor in (*other.parameters(), *other.buffers()))
-    return not shared and not any(id(module) in modules for module in other.modules())
-
-
 @contextmanager
 def own_data(make_data: Callable[[], LightningDataModule]) -> Generator[LightningDataModule]:
     """Make a data module, and restore its attributes at the end, because other code may hold it.
@@ -120,12 +112,8 @@ def own_data(make_data: Callable[[], LightningDataModule]) -> Generator[Lightnin
 
     """
     made = _made(make_data, "make_data", LightningDataModule)
-    before = dict(vars(made))
-    try:
+    with mock.patch.dict(vars(made)):
         yield made
-    finally:
-        vars(made).clear()
-        vars(made).update(before)
 
 
 def _made(factory: Callable[[], Any], argument: str, kind: type) -> Any:
@@ -162,9 +150,9 @@ def private_trainer(
     given = kwargs.pop("callbacks", None) or []
     given = [given] if isinstance(given, Callback) else given
     own = [_own_callback(callback) for callback in given if not isinstance(callback, _LEFT_OUT_CALLBACKS)]
-    saves = kwargs.get("enable_checkpointing") is not False
     folder = tempfile.mkdtemp(prefix=_FOLDER)
-    own += [_LeaveOut(), *([_KeepsNothing(folder)] if saves else []), *callbacks]
+    if kwargs.get("enable_checkpointing") is not False:  # modules read `trainer.checkpoint_callback.dirpath`
+        own.append(ModelCheckpoint(dirpath=folder, save_top_k=0))
     kwargs.update(
         accelerator=accelerator,
         devices=[device.index] if ":" in str(device) and device.type != "cpu" else 1,
@@ -174,13 +162,12 @@ def private_trainer(
         limit_val_batches=limit_val_batches,
         num_sanity_val_steps=0,
         default_root_dir=folder,
-        enable_checkpointing=saves,
         enable_progress_bar=False,
         enable_model_summary=False,
-        logger=_Nowhere(folder),
+        logger=View(DummyLogger(), is_silent=True, save_dir=folder, log_dir=folder),
     )
     try:
-        return Trainer(**kwargs, callbacks=own, plugins=[plugin] if plugin else None)
+        return Trainer(**kwargs, callbacks=[*own, _LeaveOut(), *callbacks], plugins=[plugin] if plugin else None)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -226,7 +213,7 @@ def run_private_fit(trainer: Trainer, module: LightningModule, data: Any = None,
 def remove_callbacks(trainer: Trainer) -> None:
     """Remove callbacks that write, stop or run additional fits from a Trainer, also the ones its module configures."""
     callbacks: list[Callback] = vars(trainer)["callbacks"]  # Lightning does not declare this attribute
-    callbacks[:] = [c for c in callbacks if isinstance(c, _KeepsNothing) or not isinstance(c, _LEFT_OUT_CALLBACKS)]
+    callbacks[:] = [c for c in callbacks if not isinstance(c, _LEFT_OUT_CALLBACKS) or getattr(c, "save_top_k", 1) == 0]
 
 
 @final
@@ -236,35 +223,3 @@ class _LeaveOut(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         remove_callbacks(trainer)
-
-
-@final
-class _KeepsNothing(ModelCheckpoint):
-    """Writes no checkpoints; for modules that read the folder of `trainer.checkpoint_callback`."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(dirpath=folder, save_top_k=0)
-
-
-@final
-class _Nowhere(DummyLogger):
-    """A logger that writes nothing but has a folder, as real loggers do."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self._folder = folder
-
-    @property
-    @override
-    def save_dir(self) -> str:
-        return self._folder
-
-    @property
-    @override
-    def log_dir(self) -> str:
-        return self._folder
-
-    @property
-    @override
-    def experiment(self) -> Any:
-        return NOTHING

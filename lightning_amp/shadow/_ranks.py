@@ -6,7 +6,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -34,13 +34,6 @@ class OtherRankFailedError(RuntimeError):
 class RankMissingError(BaseException):
     """Another rank does not answer. No step can run any more, so no code should catch this as an ordinary error."""
 
-    def __init__(self, ranks: str, limit: timedelta) -> None:
-        super().__init__(
-            f"A callback of lightning_amp runs a step a second time on all ranks, and {ranks} did not answer within"
-            f" {limit.total_seconds():g} s (the strategy's `timeout`). Look at the log of that rank: its process has"
-            " ended, or it runs something else."
-        )
-
 
 def gather(trainer: Trainer, value: T) -> list[T]:
     """Return `value` of every rank, in order; all must call.
@@ -50,13 +43,14 @@ def gather(trainer: Trainer, value: T) -> list[T]:
     if trainer.world_size == 1:
         return [value]
     values: list[Any] = [None] * trainer.world_size
-    torch.distributed.all_gather_object(values, value)
+    with _modules.outside_dispatch_modes():
+        torch.distributed.all_gather_object(values, value)
     _words(trainer).forget()
     return values
 
 
 @contextmanager
-def together(trainer: Trainer, *, wait: bool = False) -> Generator[None]:
+def together(trainer: Trainer, *, agree: bool = False) -> Generator[None]:
     """Run code of the user a second time inside, so that it ends on all ranks if it fails on one of them.
 
     A rank that fails tells the other ranks. They stop before their next collective operation inside, so no collective
@@ -64,8 +58,7 @@ def together(trainer: Trainer, *, wait: bool = False) -> Generator[None]:
 
     Args:
         trainer: The trainer.
-        wait: Wait at the end for all ranks, which must all enter this. Otherwise a rank waits only before a collective
-            operation.
+        agree: At the end, wait for all ranks, which must all enter this, and fail on all or on none.
 
     Raises:
         OtherRankFailedError: If the code failed on another rank, and not on this one.
@@ -83,14 +76,13 @@ def together(trainer: Trainer, *, wait: bool = False) -> Generator[None]:
             yield
     except Exception:
         words.fail()
-        if wait:
-            with suppress(OtherRankFailedError):
-                words.arrive("end", words.size, is_end=True)
+        if agree:
+            gather(trainer, True)
         raise
     finally:
         words.are_heeded = not is_outer
-    if wait:
-        words.arrive("end", words.size, is_end=True)
+    if agree and any(gather(trainer, False)):
+        raise OtherRankFailedError
 
 
 @final
@@ -103,63 +95,52 @@ class _Words:
 
     def __init__(self, root: Any, limit: timedelta) -> None:
         self.root, self.limit = root, limit
-        self._rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.are_heeded = False  # before collective operations
         self._number = 0
         self._arrivals = Counter[str]()
-        self._failed = list[str]()  # the key of this rank's failure
         self._store = torch.distributed.PrefixStore("lightning_amp/0/", root)
 
-    @property
-    def _has_failed(self) -> bool:
-        return self._store.check(["failed"])
-
     def fail(self) -> None:
-        with self._reaching():
-            self._store.set("failed", "1")
-            self._failed = ["failed"]
+        self._store.set("failed", "1")
 
     def forget(self) -> None:
         """Begin anew, on all ranks."""
-        with self._reaching():
-            for key in self._failed + [f"{group}/{number}" for group, number in self._arrivals.items()]:
-                self._remove(key)
+        for key in ("failed", *(f"{group}/{number}" for group, number in self._arrivals.items())):
+            self._remove(key)
         self._number += 1
-        self._failed.clear()
         self._arrivals.clear()
         self._store = torch.distributed.PrefixStore(f"lightning_amp/{self._number}/", self.root)
 
-    def arrive(self, group: str, size: int, *, is_end: bool = False) -> None:
+    def arrive(self, group: str, size: int) -> None:
         """Wait until all ranks of a process group have arrived, before their next collective operation.
 
-        All of them return, or all raise. At the end of a run, ranks that have failed arrive, too.
+        All of them return, or all raise.
 
         Raises:
             OtherRankFailedError: If another rank has failed, and will not take part.
             RankMissingError: If another rank does not arrive within the limit.
         """
-        with self._reaching():
-            self._arrivals[group] += 1
-            key, before = (f"{group}/{self._arrivals[group] - i}" for i in (0, 1))
-            if self._store.add(key, 1) < size:
-                goes = self._answer(f"{key}/answer", is_end)
-            else:  # the last rank decides, and also removes what the ranks have read at their last meeting
-                self._remove(before)
-                decided = "stop" if self._has_failed else "go"
-                goes = self._store.compare_set(f"{key}/answer", "", decided)
+        self._arrivals[group] += 1
+        key, before = (f"{group}/{self._arrivals[group] - i}" for i in (0, 1))
+        if self._store.add(key, 1) < size:
+            goes = self._answer(f"{key}/answer")
+        else:  # the last rank also removes what the ranks have read at their last meeting
+            self._remove(before)
+            goes = self._store.compare_set(f"{key}/answer", "", "go")
         if goes != b"go":
             raise OtherRankFailedError
 
-    def _answer(self, key: str, is_end: bool) -> bytes:
+    def _answer(self, key: str) -> bytes:
         end, pause = time.monotonic() + self.limit.total_seconds(), _FIRST_PAUSE
         while not self._store.check([key]):  # the store's own `wait` prints a warning when it gives up
-            if not is_end and self._has_failed:
+            if self._store.check(["failed"]):
                 return self._store.compare_set(key, "", "stop")
             if time.monotonic() > end:
-                self._store.set(f"waits/{self._rank}", "1")
-                time.sleep(min(2.0, self.limit.total_seconds() / 2))  # the others come to the end of their limit, too
-                gone = [str(rank) for rank in range(self.size) if not self._store.check([f"waits/{rank}"])]
-                raise RankMissingError(f"rank {', '.join(gone)}" if gone else "another rank", self.limit)
+                raise RankMissingError(
+                    "A callback of lightning_amp runs a step a second time on all ranks, and another rank did not"
+                    f" answer within {self.limit.total_seconds():g} s (the strategy's `timeout`). Look at the logs of"
+                    " the other ranks: a process has ended, or it runs something else."
+                )
             time.sleep(pause)
             pause = min(pause * 1.5, _LAST_PAUSE)
         return self._store.get(key)
@@ -167,13 +148,6 @@ class _Words:
     def _remove(self, key: str) -> None:
         for old in (key, f"{key}/answer"):
             self._store.delete_key(old)
-
-    @contextmanager
-    def _reaching(self) -> Generator[None]:
-        try:
-            yield
-        except torch.distributed.DistError:  # the process that keeps the store has ended
-            raise RankMissingError("rank 0", self.limit) from None
 
 
 _known: list[_Words] = []
@@ -258,12 +232,5 @@ class Lockstep:
             OtherRankFailedError: If it failed on another rank, and not on this one.
 
         """
-        try:
-            with together(self._trainer):
-                result = work()
-        except Exception:
-            self.any(True)
-            raise
-        if self.any(False):
-            raise OtherRankFailedError
-        return result
+        with together(self._trainer, agree=True):
+            return work()

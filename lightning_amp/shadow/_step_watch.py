@@ -6,7 +6,7 @@ It watches a copy of the step, so the real step is not slowed down.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from typing_extensions import final, override
 
-from lightning_amp._compat import _modules, _sharding
+from lightning_amp._compat import _modules
 from lightning_amp._user_line import Place, is_users, owner_of
 from lightning_amp.findings import InaccurateDerivative
 from lightning_amp.numerics import fidelity, fidelity_sums
@@ -28,11 +28,14 @@ _ZERO_SHARE, _FAITHFUL_DB = 1e-3, 40.0  # derivatives that fit into fp16 have a 
 
 @final
 class StepWatch(TorchFunctionMode):
-    """Context in which a copy of a training step runs. It also unscales instead of the plugin.
+    """Context in which a copy of a training step runs.
 
     Args:
         module: The copy, with its own parameters.
         scale: The loss scale of the run.
+
+    Attributes:
+        unscaled: The parameters whose gradients are not scaled at present.
     """
 
     def __init__(self, module: nn.Module, scale: float = 1.0) -> None:
@@ -40,33 +43,9 @@ class StepWatch(TorchFunctionMode):
         # lines and results of `torch.autograd.grad(..., create_graph=True)`, without calls of `scaled_grad`
         self.derivatives: list[tuple[Place, list[Tensor | None]]] = []
         self.clippings: dict[Place, str] = {}  # functions that clipped scaled gradients, by the line that called them
+        self.unscaled: Collection[nn.Parameter] = ()
         self._parameters = list(module.parameters())
         self._factor = scale
-        self._true: dict[int, Tensor] = {}  # gradients that are no longer scaled, by the address of their values
-
-    def is_true(self, gradient: Tensor) -> bool:
-        """Return whether the step has divided this gradient by the scale."""
-        return _address(gradient) in self._true
-
-    @torch.no_grad()
-    def unscale_(self, optimizer: Any) -> None:
-        """Divide the gradients of an optimizer, or of its stand-in, by the scale, once."""
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if parameter.grad is not None and not self.is_true(parameter.grad):
-                # not in place, because other code may hold the gradient
-                parameter.grad = self._note(parameter.grad / self._factor)
-
-    def _note(self, gradient: Tensor) -> Tensor:
-        gradient = gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient
-        self._true[_address(gradient)] = gradient
-        return gradient
-
-    @torch.no_grad()
-    def _scale_again(self) -> None:
-        """Multiply true gradients by the scale again, as the plugin does before a backward that adds to them."""
-        for parameter in self._parameters:
-            if parameter.grad is not None and self.is_true(parameter.grad):
-                parameter.grad = parameter.grad * self._factor
 
     @override
     def __torch_function__(
@@ -75,9 +54,7 @@ class StepWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         frame = inspect.currentframe()
         caller = None if frame is None else frame.f_back
-        if func is Tensor.backward and self._true:
-            self._scale_again()
-        elif caller is not None and caller.f_code.co_filename == _CLIPPING and self._factor != 1:
+        if caller is not None and caller.f_code.co_filename == _CLIPPING and self._factor != 1:
             self._clip(caller, args)
         result = func(*args, **kwargs)
         is_derivative = func is torch.autograd.grad and bool(kwargs.get("create_graph"))
@@ -87,7 +64,7 @@ class StepWatch(TorchFunctionMode):
         return result
 
     def _clip(self, frame: FrameType | None, args: tuple[Any, ...]) -> None:
-        scaled = {id(p.grad) for p in self._parameters if p.grad is not None and not self.is_true(p.grad)}
+        scaled = {id(p.grad) for p in self._parameters if p.grad is not None and p not in self.unscaled}
         given = args[0] if args and isinstance(args[0], (list, tuple)) else args
         line = _calling_line(frame)
         if line is None or not any(id(gradient) in scaled for gradient in given):
@@ -97,12 +74,6 @@ class StepWatch(TorchFunctionMode):
             name = frame.f_code.co_name if frame.f_code.co_name in _FUNCTIONS else name
             frame = frame.f_back
         self.clippings.setdefault(line, name)
-
-
-def _address(gradient: Tensor) -> int:
-    """Return the address of a gradient's values: each access to a sparse gradient returns another tensor."""
-    gradient = _sharding.local(gradient)
-    return (gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient).data_ptr()
 
 
 def inaccurate_derivatives(fp32_run: StepWatch, amp_run: StepWatch) -> list[InaccurateDerivative]:

@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from lightning_amp.tracing import fp32_switches, paired_random
 
@@ -55,17 +54,6 @@ def unnoticed(device: torch.device) -> Generator[None]:
 def _restore_switch(switch: Any, precision: str) -> None:
     if switch.fp32_precision != precision:  # writing a value would end the inheritance of a switch
         switch.fp32_precision = precision
-
-
-def is_sharded(trainer: Trainer) -> bool:
-    """Return whether the strategy shards modules, so that all ranks must run each step together."""
-    return isinstance(trainer.strategy, (ModelParallelStrategy, FSDPStrategy))
-
-
-def tensor_parallel_size(trainer: Trainer) -> int:
-    """Return how many ranks compute with the same batch, each with a part of the weights."""
-    strategy = trainer.strategy
-    return strategy.device_mesh["tensor_parallel"].size() if isinstance(strategy, ModelParallelStrategy) else 1
 
 
 def device_of_trainer(trainer_kwargs: Mapping[str, Any]) -> torch.device:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,15 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from typing_extensions import final
 
-from lightning_amp._compat import _modules, _sharding
+from lightning_amp._compat import _modules
+from lightning_amp.measure import MatmulFlops
+from lightning_amp.numerics import dense
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._module_copy import copy_batch
+from lightning_amp.shadow._ranks import together
 from lightning_amp.shadow._shadow import Shadow
 from lightning_amp.shadow._step_watch import StepWatch
-from lightning_amp.shadow._views import View, replaying
-from lightning_amp.shadow._watched_backward import watched_backward
+from lightning_amp.shadow._views import NOTHING, View, replaying
 from lightning_amp.tracing import Fp32Draws, RandomState, Trace, fp32_throughout, paired_random
 
 BOUNDARY = __file__
@@ -34,41 +36,45 @@ class TrainingPass:
     """Runs `training_step` on a shadow that has its own parameters.
 
     In manual optimization the shadow's optimizers step nothing: `zero_grad` and `toggle_optimizer` work on the shadow's
-    parameters; `step` calls its closure and keeps the gradients; clipping, unscaling and schedules do nothing. The
-    scaler that `training_step` finds in the plugin does nothing either, but `scale` multiplies by the scale of the run.
+    parameters; `step` calls its closure and keeps the gradients; clipping and schedules do nothing. The scaler that
+    `training_step` finds in the plugin scales by the scale of the run, and unscales the shadow's gradients.
 
     Args:
         trainer: The trainer, inside a training epoch.
         module: The real module. Neither is changed.
         upcast: Convert half-precision parameters and buffers to float32, for a run in fp32.
-        precision: Our name of the precision to run in. Empty: the present precision.
 
     Cost: building it copies the parameters, buffers and attributes. Running it is one forward and one backward.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, *, upcast: bool = False, precision: str = "") -> None:
-        self._trainer, self._precision = trainer, precision
+    def __init__(self, trainer: Trainer, module: LightningModule, *, upcast: bool = False) -> None:
+        self._trainer = trainer
         self._device_type = trainer.strategy.root_device.type
         self._automatic = module.automatic_optimization
-        self._factor: float | Tensor = 1.0
+        self._factor = 1.0
         self._losses: list[Tensor] = []
-        self._stepped: dict[int, Tensor] = {}
+        self._stepped: dict[nn.Parameter, Tensor] = {}  # true gradients
+        self._unscaled: set[nn.Parameter] = set()  # parameters whose gradients are true at present
         self._trace: Trace | None = None
         self._step_watch: StepWatch | None = None
-        plugin = replaying(trainer.precision_plugin, clip_gradients=_do_nothing, unscale_=self._unscale)
+        plugin = replaying(trainer.precision_plugin, clip_gradients=NOTHING, unscale_=self._unscale)
         if isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler):
-            vars(plugin).update(scaler=self._scaler(plugin.scaler))
+            scaler = View(plugin.scaler, scale=self._scaled, unscale_=self._unscale, get_scale=lambda: self._factor)
+            vars(plugin).update(scaler=scaler)
         stand_ins = _optimizer_attributes(trainer, self._stand_in)
-        replaced = {
-            "precision_plugin": plugin,
-            "lr_scheduler_configs": [_idle_schedule(config) for config in trainer.lr_scheduler_configs],
-        }
+        schedules: list[Any] = [copy.copy(config) for config in trainer.lr_scheduler_configs]
+        for config in schedules:
+            config.scheduler = View(config.scheduler, step=NOTHING)
         optimized = [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
         self._shadow = Shadow(
             trainer,
             module,
-            trainer_attributes={**replaced, "optimizers": stand_ins["optimizers"]},
-            strategy_attributes={**replaced, **stand_ins, "backward": self._backward},
+            strategy_attributes={
+                **stand_ins,
+                "precision_plugin": plugin,
+                "lr_scheduler_configs": schedules,
+                "backward": self._backward,
+            },
             upcast=upcast,
             parameters=optimized,
         )
@@ -98,7 +104,7 @@ class TrainingPass:
         """Return the context of the real step."""
         plugin = self._trainer.precision_plugin
         if isinstance(plugin, AmpPrecision):
-            return plugin.forward_context_of(self._precision)
+            return plugin.forward_context_of("")
         return plugin.forward_context()
 
     def run(
@@ -108,7 +114,7 @@ class TrainingPass:
         *,
         context: AbstractContextManager[Any] | None,
         random_state: RandomState | None = None,
-        scale: float | Tensor = 1.0,
+        scale: float = 1.0,
         trace: Trace | None = None,
         step_watch: StepWatch | None = None,
         fp32_draws: bool = False,
@@ -122,24 +128,26 @@ class TrainingPass:
             random_state: The random generators at the start; default: the present state.
             scale: The loss scale.
             trace: Entered for the run.
-            step_watch: Entered for the run. It also unscales gradients where the step calls the plugin to do so.
+            step_watch: Entered for the run.
             fp32_draws: Whether to draw random numbers like a pass in fp32, for a comparison with such a pass.
 
         Returns:
             The unscaled loss; in manual optimization the sum of the losses that had a backward.
         """
         self._factor, self._trace, self._step_watch = scale, trace, step_watch
-        self._losses.clear()
-        self._stepped.clear()
-        shadow = self._shadow
+        for held in (self._losses, self._stepped, self._unscaled):
+            held.clear()
+        if step_watch is not None:
+            step_watch.unscaled = self._unscaled
+        shadow, plugin = self._shadow, self._trainer.precision_plugin
+        fp8 = plugin.fp8_on(self.module) if isinstance(plugin, AmpPrecision) else nullcontext()
         with (
             shadow.running(),
             paired_random(self._device_type, random_state),
             torch.enable_grad(),
             _frozen(self._real),
-            fp32_throughout(self._device_type) if context is None else self._in_fp8(),
+            fp32_throughout(self._device_type) if context is None else fp8,
             Fp32Draws() if fp32_draws else nullcontext(),
-            shadow.reduce.suspended(),
             trace or nullcontext(),
             step_watch or nullcontext(),  # must be last, because it reads the frame that called it
         ):
@@ -157,30 +165,20 @@ class TrainingPass:
                 return loss.detach()
         return torch.stack([loss.reshape(()) for loss in self._losses]).sum() if self._losses else None
 
-    def _in_fp8(self) -> AbstractContextManager[None]:
-        plugin = self._trainer.precision_plugin
-        return plugin.fp8_on(self.module, self._precision) if isinstance(plugin, AmpPrecision) else nullcontext()
-
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of the last run by parameter name, as their optimizer would have stepped with them.
+        """Return the true gradients of the last run by parameter name, as their optimizer would have stepped with them.
 
-        They are multiplied by the scale. Of a sharded gradient it returns this rank's part.
+        Of a sharded gradient it returns this rank's part.
         """
-        found: dict[str, Tensor] = {}
-        for name, parameter in _modules.plain_parameters(self.module).items():
-            gradient = self._stepped.get(id(parameter), parameter.grad)
-            if gradient is not None:
-                gradient = _sharding.local(gradient)
-                found[name] = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
-        return found
+        parameters = _modules.plain_parameters(self.module)
+        found = {name: self._stepped.get(p, self._true_gradient(p)) for name, p in parameters.items()}
+        return {name: dense(gradient) for name, gradient in found.items() if gradient is not None}
 
-    def true_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients divided by the scale, unless the `step_watch` of the run has done so."""
-        done = self._step_watch
-        return {
-            name: gradient if done is not None and done.is_true(gradient) else gradient / self._factor
-            for name, gradient in self.gradients().items()
-        }
+    def _true_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        gradient = parameter.grad
+        if gradient is None or parameter in self._unscaled or self._factor == 1:
+            return gradient
+        return gradient / self._factor  # not in place, because other code may hold the gradient
 
     def forget_gradients(self) -> None:
         """Free the gradients, before another run."""
@@ -197,15 +195,19 @@ class TrainingPass:
 
     def _backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         self._losses.append(loss.detach().float())
+        with _modules.outside_function_modes():
+            while self._unscaled:  # this backward adds to them at the scale
+                parameter = self._unscaled.pop()
+                parameter.grad = None if parameter.grad is None else parameter.grad * self._factor
         if self._trace is not None and not self._automatic:
             self._trace.note_loss(loss)
         with torch.autocast(self._device_type, enabled=False), ExitStack() as watching:
             scaled = self._scaled(loss)
             is_watched = self._trace is not None and self._step_watch is None  # which looks for `Tensor.backward`
-            run = partial(watched_backward, scaled) if is_watched else scaled.backward
+            run = partial(_watched_backward, scaled) if is_watched else scaled.backward
             if is_overridden("backward", self.module):  # which may enter a context, such as `loss_parallel`
                 if is_watched:  # it calls `loss.backward`, where the trace would see no operation
-                    vars(scaled)["backward"] = partial(_run, run)
+                    vars(scaled)["backward"] = run
                     watching.callback(vars(scaled).clear)
                 run = partial(self.module.backward, scaled)
             if self._trace is not None:
@@ -219,22 +221,17 @@ class TrainingPass:
         return [self._scaled(output) for output in outputs]
 
     def _unscale(self, optimizer: Any) -> None:
-        if self._step_watch is not None:
-            self._step_watch.unscale_(optimizer)
-
-    def _scaler(self, scaler: torch.amp.GradScaler) -> Any:
-        return View(
-            scaler,
-            scale=self._scaled,
-            get_scale=lambda: float(self._factor),
-            unscale_=self._unscale,
-        )
+        with _modules.outside_function_modes():
+            for parameter in _parameters(optimizer):
+                if parameter.grad is not None:
+                    parameter.grad = self._true_gradient(parameter)
+                    self._unscaled.add(parameter)
 
     def _stand_in(self, optimizer: Any) -> Any:
         stand_in = View(optimizer)
         vars(stand_in).update(
             step=partial(self._step, stand_in),
-            zero_grad=partial(_zero_grad, stand_in),
+            zero_grad=partial(self._zero_grad, stand_in),
             toggle_model=partial(self._toggle_model, stand_in),
         )
         if isinstance(optimizer, LightningOptimizer):  # user code may step the optimizer inside the closure
@@ -243,10 +240,14 @@ class TrainingPass:
 
     def _step(self, stand_in: Any, closure: Any = None, **kwargs: Any) -> Any:
         result = None if closure is None else closure()
-        for parameter in _parameters(stand_in):
-            if parameter.grad is not None:
-                self._stepped[id(parameter)] = parameter.grad
+        with _modules.outside_function_modes():
+            found = {p: self._true_gradient(p) for p in _parameters(stand_in)}
+        self._stepped.update({p: gradient for p, gradient in found.items() if gradient is not None})
         return result
+
+    def _zero_grad(self, stand_in: Any, set_to_none: bool = True) -> None:
+        for parameter in _parameters(stand_in):  # never in place, because `gradients` may have returned these tensors
+            parameter.grad = None
 
     @contextmanager
     def _toggle_model(self, stand_in: Any, sync_grad: bool = True) -> Generator[None]:
@@ -268,28 +269,28 @@ def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
             parameter.requires_grad_(True)
 
 
-def _run(work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Run `work` in a frame of this file, where a `Trace` ends its search for the user's line."""
-    work(*args, **kwargs)
+def _watched_backward(
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = (),
+) -> None:
+    """Do what `loss.backward(...)` does, so that a `TorchFunctionMode` sees the operations inside.
 
+    A mode handles each public function as one call, and is off during that call. So it would see neither a user's own
+    Function nor the operations that activation checkpointing runs again. Remove when a mode stays on in a backward.
+    """
+    from torch.autograd.graph import _engine_run_backward
 
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+    gradients = (torch.ones_like(loss) if gradient is None else gradient,)
+    keep = create_graph if retain_graph is None else retain_graph
+    leaves = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
+    _engine_run_backward((loss,), gradients, keep, create_graph, leaves, allow_unreachable=True, accumulate_grad=True)
 
 
 def _parameters(stand_in: Any) -> list[nn.Parameter]:
     return [parameter for group in stand_in.param_groups for parameter in group["params"]]
-
-
-def _zero_grad(stand_in: Any, set_to_none: bool = True) -> None:
-    for parameter in _parameters(stand_in):  # never in place, because `gradients` may have returned these tensors
-        parameter.grad = None
-
-
-def _idle_schedule(config: Any) -> Any:
-    idle = copy.copy(config)
-    idle.scheduler = View(config.scheduler, step=_do_nothing)
-    return idle
 
 
 def _optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
@@ -303,3 +304,15 @@ def _optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
         "_lightning_optimizers": [stand_in(optimizer) for optimizer in wrapped],
         "optimizers": [stand_in(optimizer) for optimizer in trainer.strategy.optimizers],
     }
+
+
+def matmul_flops(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> dict[str, float]:
+    """Return the share of each dtype in the FLOPs of matrix products, from 0 to 1, the largest first; empty without.
+
+    It runs the step once more, forward and backward, on a copy of the module; compiled code runs eagerly. Convolutions
+    and attention count as matrix products.
+    """
+    with together(trainer, agree=True), closing(TrainingPass(trainer, module)) as again, MatmulFlops() as flops:
+        again.run(batch, batch_idx, context=trainer.precision_plugin.forward_context())
+    total = sum(flops.by_dtype.values())
+    return {name: count / total for name, count in flops.by_dtype.most_common() if count}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,27 +14,25 @@ from lightning_amp.precision import AmpPrecision
 class View:
     """Reads attributes of another object; attributes that are set on the view do not reach that object.
 
+    Properties of the other object's class are computed from the view. Methods are those of the other object.
+
     Args:
         target: The other object.
-        view_read: Called with the name and the value of each attribute that is read from the target; returns the value
-            that the view shows.
+        is_silent: Whether its methods, and the handle of its service, do nothing.
         attributes: Attributes to set on the view.
 
     """
 
-    def __init__(self, target: Any, *, view_read: Callable[[str, Any], Any] | None = None, **attributes: Any) -> None:
-        vars(self).update(attributes, view_target=target, view_read=view_read, view_computed={})
-
-    def compute(self, name: str, value: Callable[[], Any]) -> None:
-        """Let reads of the attribute `name` return `value()`."""
-        vars(self)["view_computed"][name] = value
+    def __init__(self, target: Any, *, is_silent: bool = False, **attributes: Any) -> None:
+        vars(self).update(attributes, view_target=target, view_is_silent=is_silent)
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self)
-        if name in own["view_computed"]:
-            return own["view_computed"][name]()
-        value = getattr(own["view_target"], name)
-        return value if own["view_read"] is None else own["view_read"](name, value)
+        if own["view_is_silent"] and name in ("experiment", "run"):
+            return NOTHING
+        prop = getattr(type(own["view_target"]), name, None)
+        value = prop.fget(self) if type(prop) is property and prop.fget else getattr(own["view_target"], name)
+        return NOTHING if own["view_is_silent"] and callable(value) else value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> View:
         return self
@@ -44,16 +41,6 @@ class View:
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         # `isinstance(self.trainer.strategy, DDPStrategy)` in user code takes the same branch in the shadow.
         return type(vars(self)["view_target"])
-
-
-def silent_logger(logger: Any) -> View:
-    """Return a view of a user's logger that writes nothing."""
-    return View(logger, view_read=_silent)
-
-
-def _silent(name: str, value: Any) -> Any:
-    # Loggers name the handle of their service `experiment` or `run`.
-    return NOTHING if name in ("experiment", "run") or callable(value) else value
 
 
 @final
@@ -83,16 +70,6 @@ class _Nothing:
 
 
 NOTHING = _Nothing()
-
-
-@final
-class SilentProgressBar:
-    """A progress bar for `LightningModule.print`, which prints nothing."""
-
-    is_enabled = True
-
-    def print(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
 
 
 def replaying(plugin: Any, **attributes: Any) -> Any:

@@ -20,7 +20,7 @@ from lightning_amp import doctor, find_batch_size
 from lightning_amp.advice import _machine
 from lightning_amp.compare import Run, Spec
 from lightning_amp.measure import DeviceClock
-from lightning_amp.measure import _device_clock as clock_module
+from lightning_amp.measure import _step_timer as clock_module
 from lightning_amp.tune import _batch_size_run
 
 pytestmark = [

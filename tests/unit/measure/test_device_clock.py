@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from lightning_amp.measure import DeviceClock, _device_clock
+from lightning_amp.measure import DeviceClock, _step_timer
 
 
 def last(device: torch.device) -> torch.device:
@@ -35,7 +35,7 @@ def test_seconds_between_two_marks(device: torch.device) -> None:
 def synchronized(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     devices: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", devices.append)
-    _device_clock._has_timed_events.cache_clear()
+    _step_timer._has_timed_events.cache_clear()
     return devices
 
 

@@ -34,8 +34,9 @@ class Point(NamedTuple):
 def test_what_is_shared_and_what_is_copied() -> None:
     module: Any = Module()
     module.tracker = Tracker()
-    nested: dict[str, Any] = {"lock": threading.Lock(), "values": [], "deep": [{"generator": (i for i in range(3))}]}
+    nested: dict[str, Any] = {"lock": threading.Lock(), "values": []}
     module.nested = nested
+    module.deep = [{"generator": (i for i in range(3))}]
     module.generator = torch.Generator().manual_seed(1)
     module.data = TensorDataset(torch.zeros(2))
     module.non_leaf = module.net[0].weight * 2
@@ -64,9 +65,9 @@ def test_what_is_shared_and_what_is_copied() -> None:
     assert copy.partial.args == (copy,)
     assert copy.net[0].parent[0] is copy
     assert {id(m) for m in copy.modules()}.isdisjoint({id(m) for m in module.modules()})
-    with pytest.raises(NotCopiedError, match=r"`Module\.nested\['deep'\]\[0\]\['generator'\]` cannot be copied"):
-        next(copy.nested["deep"][0]["generator"])
-    assert list(module.nested["deep"][0]["generator"]) == [0, 1, 2]
+    with pytest.raises(NotCopiedError, match=r"`Module\.deep` cannot be copied"):
+        next(copy.deep[0]["generator"])
+    assert list(module.deep[0]["generator"]) == [0, 1, 2]
 
 
 def test_a_failed_copy_leaves_no_half_filled_objects() -> None:
@@ -81,15 +82,10 @@ def test_a_failed_copy_leaves_no_half_filled_objects() -> None:
     assert copy.first[0] is not values
 
 
-def test_a_weak_proxy_of_the_module_is_one_of_the_copy() -> None:
+def test_a_weak_proxy_is_shared() -> None:
     module: Any = Module()
-    module.lock = threading.Lock()
     module.profiled = [weakref.proxy(module)]
-    copy: Any = copied(module)
-    copy.profiled[0].values.append(1.0)
-    assert copy.values == [1.0]
-    assert module.values == []
-    assert type(copy.profiled[0]) in weakref.ProxyTypes
+    assert copied(module).profiled[0] is module.profiled[0]
 
 
 def test_events_and_streams_are_shared(device: torch.device) -> None:
@@ -209,9 +205,6 @@ def test_batches_are_copied_deep_but_not_their_storage() -> None:
     assert copy["x"].untyped_storage().nbytes() == 8
 
 
-def test_a_part_of_a_batch_that_cannot_be_copied_is_refused_when_used() -> None:
-    batch = {"x": torch.ones(2), "rows": [(i for i in range(3)), 1]}
-    copy = copy_batch(batch)
-    assert copy["rows"][1] == 1
-    with pytest.raises(NotCopiedError, match=r"`batch\['rows'\]\[0\]` cannot be copied \(TypeError: cannot pickle"):
-        next(copy["rows"][0])
+def test_a_batch_that_cannot_be_copied_is_refused() -> None:
+    with pytest.raises(NotCopiedError, match=r"`batch` cannot be copied \(TypeError: cannot pickle"):
+        copy_batch({"x": torch.ones(2), "rows": [(i for i in range(3)), 1]})

@@ -1,11 +1,18 @@
-"""Keep the batches since the last attempted step, for running them again."""
+"""Keep batches for running them again: those since the last attempted step, or those of a private fit."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import final
 
@@ -14,6 +21,7 @@ from lightning_amp._containers import tensors_in
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.tracing import RandomState
 
+_HOOK = "on_before_batch_transfer"
 _WINDOW_BYTES = 2**28
 """Memory for the batches of an accumulation window; a larger window loses its first batches."""
 
@@ -87,3 +95,60 @@ class BatchWindow:
     def _detect_edits(self) -> None:
         if self.kept and not self.kept[-1].is_intact:
             self._must_copy = True
+
+
+def keep_batches(trainer: Trainer, module: LightningModule, keep: Callable[[Any, int], None]) -> Callable[[], object]:
+    """Call `keep` with each batch and the index of its loader, before hooks of the user change the batch.
+
+    Both the module and the data module must be ones that no other code holds.
+
+    Returns:
+        A function that ends this.
+
+    """
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    owner: Any = data if data is not None and is_overridden(_HOOK, data) else module
+    real = getattr(owner, _HOOK)
+
+    @functools.wraps(real)
+    def hook(batch: Any, dataloader_idx: int) -> Any:
+        keep(batch, dataloader_idx)
+        return real(batch, dataloader_idx)
+
+    patch = mock.patch.object(owner, _HOOK, hook)
+    patch.start()
+    return patch.stop
+
+
+@final
+class Batches:
+    """A loader that gives copies of some batches of the user's `loader`, without end unless `num` of them are enough.
+
+    It has the attributes of that loader, because modules may read them (`dataset`, `batch_size`).
+    """
+
+    def __init__(self, batches: Sequence[Any], loader: Any = None, num: int | None = None) -> None:
+        self._batches, self._loader, self._num = list(batches), loader, num
+
+    def __iter__(self) -> Iterator[Any]:
+        return (copy_batch(batch) for batch in itertools.islice(itertools.cycle(self._batches), self._num))
+
+    def __len__(self) -> int:
+        return 10_000 if self._num is None else self._num
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loader" not in vars(self):
+            raise AttributeError(name)
+        return getattr(vars(self)["_loader"], name)
+
+
+@contextmanager
+def giving(data: LightningDataModule | None, training: Batches, validation: Any = None) -> Generator[dict[str, Any]]:
+    """Make a data module return these loaders and prepare nothing; yield the arguments of `Trainer.fit`."""
+    if data is None:
+        yield {"train_dataloaders": training, "val_dataloaders": validation}
+        return
+    own: dict[str, Any] = dict.fromkeys(("prepare_data", "setup", "teardown"), lambda *_, **__: None)
+    own.update(train_dataloader=lambda: training, val_dataloader=lambda: validation or [])
+    with mock.patch.dict(vars(data), own):
+        yield {"data": data}
