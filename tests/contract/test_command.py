@@ -70,7 +70,7 @@ def test_only_what_is_needed_is_imported(arguments: list[str], imported: str, hi
 def test_wrong_use() -> None:
     done = run("scale", "no such file")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("lightning-amp scale: there is no file `no such file`; FILE is a file")
+    assert done.stderr.startswith("lightning-amp scale: `no such file` cannot be read: FileNotFoundError: ")
 
 
 @pytest.mark.parametrize("command", [["scale", "RUN"], ["compare", "--model", "a.B", "--data", "a.C"]])
