@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from lightning.pytorch.plugins import MixedPrecision
 from zoo.compared import FailsInFp16, Sea, Waves, by_hand, here, not_a_module, raises, spec
 
 from lightning_amp import AmpPrecision, MetricComparison, ScaleMonitor
-from lightning_amp.compare import Margin
 from lightning_amp.compare._train import train
 
 PLUGINS: dict[str, tuple[Any, Any]] = {
@@ -204,21 +201,3 @@ def test_data_without_a_length(tmp_path: Path) -> None:
     run = here(spec(tmp_path, data=Streams, max_epochs=1, limit_train_batches=20))
     assert run.error is None
     assert len(run.samples_per_s) == len(run.step_s) > 0
-
-
-@pytest.mark.parametrize(
-    ("margins", "says"),
-    [
-        (
-            {"val_los": Margin(0.1)},
-            r"got 'val_los'; it logs `distance`, `val_loss`, `thing`. Did you mean 'val_loss'\?",
-        ),
-        ({"val_loss": Margin(0.1), "thing": Margin(0.1)}, r"which way 'thing' is better.*\(\"min\", 0.1\)"),
-        ({"val_loss": Margin(0.1), "thing": Margin(0.1, "max")}, ""),
-    ],
-)
-def test_margins_are_checked_at_the_first_validation(margins: Any, says: str, tmp_path: Path) -> None:
-    run = here(replace(spec(tmp_path, max_epochs=2), margins=margins))
-    assert re.search(says, run.error or "")
-    assert run.finished == (not says)
-    assert run.num_steps == (12 if says else 24)
