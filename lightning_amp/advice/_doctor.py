@@ -12,21 +12,22 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_amp._arguments import require
 from lightning_amp.advice._machine import compare, examine, product_of, timed
-from lightning_amp.advice._part_timer import DATA, OPTIMIZER
 from lightning_amp.advice._race import Contestant, Track, race
 from lightning_amp.advice._report import DoctorReport
 from lightning_amp.advice._step import (
     AS_IT_IS,
     CHANNELS_LAST,
+    DATA,
     FUSED,
     IN_FP32,
+    OPTIMIZER,
     Step,
     Unaligned,
 )
 from lightning_amp.advice._watch import Watch
 from lightning_amp.advice.findings._products import unaligned_products
 from lightning_amp.casting import Choice, our_name
-from lightning_amp.compare import Progress, Spec, check_trainer_names, parse_arms
+from lightning_amp.compare import Progress, Spec, check_trainer_names, make_arm
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import (
     Batches,
@@ -107,11 +108,11 @@ def doctor(
         rule = "callable without arguments: a class, or a function"
         made = isinstance(factory, (LightningModule, LightningDataModule))
         require(factory is None or (callable(factory) and not made), name, rule, factory, "Write `lambda: ...`.")
-    arm = _arm(precision)
+    arm = make_arm("precision", "precision", precision)
     where = _device(device, kwargs)
     given = our_name(arm.source.get("precision", "auto") if isinstance(arm.source, Mapping) else arm.source.precision)
     with unnoticed(where), Progress(1) as shown:
-        say = shown.begin
+        say = shown.set_description
         if make_module is not None:
             require_unsharded(make_module, "doctor")
         say(f"timing products on {where}")
@@ -206,13 +207,6 @@ def _unaligned(step: Step, device: torch.device) -> Unaligned | None:
 
 
 _PADDING_S = 0.2
-
-
-def _arm(precision: Any) -> Spec:
-    try:
-        return parse_arms({"precision": precision})["precision"]
-    except ValueError as error:
-        raise ValueError(str(error).replace("`precisions['precision']`", "`precision`")) from error
 
 
 def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> torch.device:

@@ -16,13 +16,15 @@ from packaging.specifiers import SpecifierSet
 from typing_extensions import final
 
 from lightning_amp._cpu_name import cpu_name
-from lightning_amp.advice import _aten
 from lightning_amp.casting import Choice, cpu_has, has_bf16_units, runnable
 from lightning_amp.measure import DeviceClock, SpeedComparison, in_rounds
 from lightning_amp.tracing import fp32_switches, full_precision, reduces_fp32
 
 Support = Literal["native", "emulated", "missing"]
 Sizes = tuple[int, int, int]
+
+_scaled_product = torch.ops.aten._scaled_mm
+"""Multiplies matrices in fp8. Remove when torch 2.10, whose `scaled_mm` is public, is the oldest."""
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SIZES = {"cuda": (256, 512, 1024, 2048, 4096, 8192), "other": (128, 256, 512, 1024, 2048)}
@@ -120,9 +122,6 @@ def examine(device: torch.device, *, short: bool = False) -> Machine:
 
     """
     notes: list[str] = []
-    cores, load = os.cpu_count() or 1, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if device.type == "cpu" and load > cores:
-        notes.append(f"the machine is busy (load {load:.1f} on {cores} cores), so that all figures are noisy")
     has_tf32 = _has_tf32(device)
     names = ("fp32", *(["tf32"] if has_tf32 else []), "bf16", "fp16", "fp8")
     formats = tuple(Format(name, *support_of(name, device)) for name in names)
@@ -200,7 +199,7 @@ def _multiplication(name: str, sizes: Sizes, device: torch.device) -> Callable[[
     if name == "fp8":
         one = torch.ones((), device=device)
         left, right = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t()
-        return lambda: _aten.scaled_product(left, right, one, one)
+        return lambda: _scaled_product(left, right, one, one, out_dtype=torch.bfloat16)
     left, right = left.to(_DTYPES[name]), right.to(_DTYPES[name]).t()
     return lambda: left @ right
 

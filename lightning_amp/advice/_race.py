@@ -13,10 +13,9 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from typing_extensions import final, override
 
 from lightning_amp._text import counted
-from lightning_amp.advice._fused import can_fuse, fuse
 from lightning_amp.advice._machine import compare
 from lightning_amp.advice._step import FUSED, Label, Step, Variant
-from lightning_amp.advice._watch import MOST_SETTLING, Watch, is_settling
+from lightning_amp.advice._watch import MOST_SETTLING, Watch, can_fuse, fuse, is_settling
 from lightning_amp.measure import StepTimer
 from lightning_amp.shadow import Batches, giving, is_out_of_memory, private_trainer, run_private_fit
 

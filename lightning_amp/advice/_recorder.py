@@ -15,11 +15,23 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
-from lightning_amp.advice import _aten
-from lightning_amp.advice._part_timer import BACKWARD, FORWARD
-from lightning_amp.advice._step import Loss, Operation, Recording, Wait
+from lightning_amp.advice._step import BACKWARD, FORWARD, Loss, Operation, Recording, Wait
 from lightning_amp.measure import DeviceClock, flop_formulas, multiplied_dtype
 from lightning_amp.tracing import called_by_optimizer, running_place, user_place
+
+_aten = torch.ops.aten
+
+_COPIES = {_aten._to_copy, _aten.copy_}
+"""Operations that cast, also inside autocast. Remove when `_to_copy` has a public name."""
+
+_SOFTMAX = _aten._log_softmax
+"""The operation of a loss over classes. Remove when it has a public name."""
+
+_CONVOLUTIONS = {_aten.convolution, _aten._convolution}
+"""Forwards of convolutions. Remove when `_convolution` does."""
+
+_PRODUCTS = {_aten.mm: (0, 1), _aten.addmm: (1, 2), _aten.bmm: (0, 1), _aten.baddbmm: (1, 2)}
+"""Products of two matrices, with the places of the matrices among the arguments. Remove with `_CONVOLUTIONS`."""
 
 _WAITS = {
     *("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"),
@@ -138,7 +150,7 @@ class Recorder:
     def run(self, function: Any, args: Any, kwargs: Any, formulas: Any) -> Any:
         """Run an operation, and record it."""
         packet = getattr(function, "overloadpacket", function)
-        if packet in _aten.SOFTMAX and isinstance(args[0], Tensor) and args[0].dim():
+        if packet is _SOFTMAX and isinstance(args[0], Tensor) and args[0].dim():
             classes = args[0].shape[args[1]]
             self._losses.append(Loss(args[0].numel() // max(1, classes), classes))
         part = self._part()
@@ -155,7 +167,7 @@ class Recorder:
         )
         if packet in formulas:
             operation = self._product(operation, packet, args, out, formulas[packet](*args, **kwargs, out_val=out))
-        elif packet in _aten.COPIES:
+        elif packet in _COPIES:
             operation = self._cast(operation, args, out)
         self._operations.append(operation)
         self._times.append((start, end))
@@ -165,7 +177,7 @@ class Recorder:
         """Return a matrix product or a convolution with its size."""
         dtype = multiplied_dtype(args)
         in_full = dtype in ("float32", "float64") and operation.part == FORWARD
-        is_convolution = packet in _aten.CONVOLUTIONS and out.dim() in (4, 5)
+        is_convolution = packet in _CONVOLUTIONS and out.dim() in (4, 5)
         last = is_convolution and (torch.channels_last if out.dim() == 4 else torch.channels_last_3d)
         return replace(
             operation,
@@ -237,7 +249,7 @@ def _has_mask(index: Any) -> bool:
 
 def _sizes(packet: Any, args: Any) -> tuple[int, int, int] | None:
     """Return rows, depth and columns of a product of two matrices; `None` for another operation."""
-    if packet not in _aten.PRODUCTS:
+    if packet not in _PRODUCTS:
         return None
-    left, right = (args[number].shape for number in _aten.PRODUCTS[packet])
+    left, right = (args[number].shape for number in _PRODUCTS[packet])
     return left[-2], left[-1], right[-1]

@@ -18,7 +18,7 @@ from lightning_amp.advice._machine import Machine
 from lightning_amp.advice._step import AS_IT_IS, IN_FP32, Recording, Step
 from lightning_amp.advice.findings import findings_of
 from lightning_amp.advice.findings._finding import FP32, Decision, Finding, Severity, decide, duration, in_fp32
-from lightning_amp.advice.findings._not_faster import best_speed_up, product_share
+from lightning_amp.advice.findings._products import best_speed_up, product_share
 from lightning_amp.measure import times_as_fast
 
 _FORMAT = 2
@@ -73,11 +73,6 @@ class DoctorReport:
         return any(finding.is_problem for finding in self.findings)
 
     @property
-    def title(self) -> str:
-        """Return the plugin and the device that were examined."""
-        return self.machine.device if self.step is None else f"{self.step.plugin} on {self.machine.device}"
-
-    @property
     def headline(self) -> str:
         """Return the speed of the step, or of matrix products, compared with fp32, and which precision to use."""
         use, speed, step = self.decision.use, self.decision.speed, self.step
@@ -105,7 +100,8 @@ class DoctorReport:
             f"- {_SIGNS[f.severity]} {f.severity} `{f.code}`: {f.message}{f' **{f.action}**' if f.action else ''}"
             for f in self.findings
         ]
-        return "\n\n".join([f"# {self.title}", self.headline, "\n".join(lines), *map(str, self._details())]) + "\n"
+        title = self.machine.device if self.step is None else f"{self.step.plugin} on {self.machine.device}"
+        return "\n\n".join([f"# {title}", self.headline, "\n".join(lines), *map(str, self._details())]) + "\n"
 
     def _details(self) -> Iterator[str | Table]:
         if self.step is not None:

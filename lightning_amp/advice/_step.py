@@ -14,8 +14,10 @@ from typing_extensions import final
 
 from lightning_amp._user_line import Place
 from lightning_amp.advice._machine import Sizes, compare
-from lightning_amp.advice._part_timer import BACKWARD, DATA, FORWARD, OPTIMIZER, REST
 from lightning_amp.measure import SpeedComparison
+
+DATA, FORWARD, BACKWARD, OPTIMIZER, REST = "data", "forward", "backward", "optimizer", "rest"
+"""The parts of a step."""
 
 Label = Literal["as it is", "fp32", "fused=True", "channels_last"]
 """The change in a variant of a step."""
@@ -223,13 +225,11 @@ class Loading:
     """A plain `DataLoader`.
 
     Attributes:
-        restart_s: The part of a step's wait for data in which the loader began an epoch.
         is_stream: Whether it reads an `IterableDataset`, of which each worker may serve every row.
 
     """
 
     workers: int
-    restart_s: float = 0.0
     persistent: bool = False
     is_stream: bool = False
 

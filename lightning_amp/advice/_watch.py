@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -15,14 +17,24 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import final, override
 
+from lightning_amp._compat import _torch
 from lightning_amp._containers import tensors_in
-from lightning_amp.advice._fused import can_fuse
-from lightning_amp.advice._part_timer import BACKWARD, DATA, FORWARD, OPTIMIZER, REST, PartTimer
 from lightning_amp.advice._recorder import Recorder
-from lightning_amp.advice._step import Loading, Memory, OptimizerFacts, Recording, Step
+from lightning_amp.advice._step import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    REST,
+    Loading,
+    Memory,
+    OptimizerFacts,
+    Recording,
+    Step,
+)
 from lightning_amp.casting import modules_matching, our_name
 from lightning_amp.compare import num_rows
-from lightning_amp.measure import PeakMemory, num_bytes
+from lightning_amp.measure import DeviceClock, PeakMemory, num_bytes
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import copy_batch, keep_batches
 
@@ -37,7 +49,64 @@ _MOST_RECORDED = 10
 _TIMED = (8, 60)
 _TIMED_S = (2.0, 8.0)
 """Lower and upper bounds of the number of timed steps and of their seconds. The longer time also ends the settling."""
-_BETWEEN, _RESTART = "between epochs", "start of the loader"
+_BETWEEN = "between epochs"
+
+
+@final
+class PartTimer:
+    """Adds up the time of nested parts of a step. Time is counted for the innermost part only.
+
+    The host's clock measures data loading, and the device's clock all other parts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = DeviceClock(device)
+        self._stack: list[str] = []
+        self._since: Any = None
+        self._since_host = 0.0
+        self._data_s = 0.0
+        self._laps: list[tuple[str, Any, Any]] = []
+
+    @property
+    def part(self) -> str:
+        """Return the innermost part."""
+        return self._stack[-1] if self._stack else REST
+
+    def push(self, part: str) -> None:
+        """Begin a part inside the current one."""
+        self._close()
+        self._stack.append(part)
+
+    def pop(self) -> None:
+        """End the innermost part."""
+        self._close()
+        if self._stack:
+            self._stack.pop()
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._data_s = 0.0
+        self._laps.clear()
+        self._since, self._since_host = self._clock.now(), time.perf_counter()
+
+    def stop(self) -> dict[str, float]:
+        """Return the seconds by part. It waits for the device."""
+        self._close()
+        self._since = None
+        seconds = defaultdict[str, float](float, {DATA: self._data_s} if self._data_s else {})
+        for part, first, last in self._laps:
+            seconds[part] += self._clock.seconds(first, last)
+        return dict(seconds)
+
+    def _close(self) -> None:
+        if self._since is None:
+            return
+        now, host = self._clock.now(), time.perf_counter()
+        if self.part == DATA:
+            self._data_s += host - self._since_host
+        else:
+            self._laps.append((self.part, self._since, now))
+        self._since, self._since_host = now, host
 
 
 @final
@@ -64,7 +133,7 @@ class Watch(Callback):
         self._began_s = 0.0
         self._skips: list[int] = []
         self._loss: Tensor | None = None
-        self._seconds: tuple[Mapping[str, float], Mapping[str, float]] = {}, {}
+        self._seconds: Mapping[str, float] = {}
         self._installed = ExitStack()
         self._recorder: Recorder | None = None
         self.batches: list[Any] = []
@@ -106,10 +175,10 @@ class Watch(Callback):
         self._memory.resume()
         self._timer.push(_BETWEEN)
 
-    def _begin(self, part: str, detail: str = "") -> None:
+    def _begin(self, part: str) -> None:
         """Begin the part that lies around forward, backward and optimizer."""
         self._timer.pop()
-        self._timer.push(part, detail)
+        self._timer.push(part)
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -125,7 +194,7 @@ class Watch(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(DATA, _RESTART)  # the loader starts after this hook
+        self._begin(DATA)  # the loader starts after this hook
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -195,14 +264,12 @@ class Watch(Callback):
 
     def _record(self, recorded: Recording, trainer: Trainer, module: LightningModule) -> Step:
         """Return the measurements of this fit, while its optimizers and its loader still exist."""
-        seconds, details = self._seconds
         plugin = trainer.precision_plugin
         last = plugin.last_step if isinstance(plugin, AmpPrecision) else None
         loader, loading = self.loader, None
         if type(loader) is DataLoader:
-            restart_s = details.get(_RESTART, 0.0) / max(self._num_timed, 1)
             is_stream = isinstance(loader.dataset, IterableDataset)
-            loading = Loading(loader.num_workers, restart_s, loader.persistent_workers, is_stream=is_stream)
+            loading = Loading(loader.num_workers, loader.persistent_workers, is_stream=is_stream)
         weights = num_bytes([*module.parameters(), *module.buffers()])
         num_bad = _num_skipped(trainer) - self._skips[0]
         bad_loss = self._loss is not None and not bool(torch.isfinite(self._loss).all())
@@ -210,7 +277,7 @@ class Watch(Callback):
             precision=last.precision if last is not None and last.precision else our_name(plugin.precision),
             batch_size=self._batch_size,
             num_parameters=sum(p.numel() for p in module.parameters()),
-            parts={part: s / self._num_timed for part, s in seconds.items() if part != _BETWEEN},
+            parts={part: s / self._num_timed for part, s in self._seconds.items() if part != _BETWEEN},
             num_timed=self._num_timed,
             recorded=recorded,
             memory=Memory.of(self._peak_bytes, recorded, weights, self._gradient_bytes, self._state_bytes),
@@ -250,3 +317,37 @@ def _fp32_modules(trainer: Trainer, module: LightningModule) -> list[torch.nn.Mo
         return []
     found = modules_matching(module, plugin.fp32_modules)
     return [inner for matched in found.values() for inner in matched.modules()]
+
+
+# -- fused=True --------------------------------------------------------------------------------------------------------
+
+
+def can_fuse(optimizer: Any) -> bool:
+    """Return whether this optimizer could use a fused kernel of torch but does not."""
+    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    groups = getattr(optimizer, "param_groups", ())
+    if type(optimizer) not in kinds or _torch.is_fused(optimizer):
+        return False
+    if any(group.get("differentiable") or group.get("foreach") for group in groups):
+        return False
+    devices = ["cpu"] if type(optimizer) is torch.optim.Adagrad else _fused_device_types()
+    return all(p.is_floating_point() and p.device.type in devices for group in groups for p in group["params"])
+
+
+def fuse(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer that has not stepped yet anew; it stays the same object, because schedules refer to it."""
+    groups: list[Any] = optimizer.param_groups
+    for group in groups:
+        group.update(fused=True, foreach=False)
+    legal = inspect.signature(type(optimizer)).parameters
+    settings: Any = {name: value for name, value in optimizer.defaults.items() if name in legal}
+    make: Any = type(optimizer).__init__
+    make(optimizer, groups, **{**settings, "fused": True, "foreach": False})
+
+
+# Remove when torch has a public list.
+def _fused_device_types() -> list[str]:
+    """Return the types of devices for which torch has fused optimizers."""
+    from torch.utils import _foreach_utils
+
+    return _foreach_utils._get_fused_kernels_supported_devices()

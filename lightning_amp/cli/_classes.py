@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import os
@@ -16,9 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import final, override
 
 from lightning_amp._files import open_text
-from lightning_amp._text import named
-from lightning_amp.cli._errors import UsageError, usage_error
-from lightning_amp.cli._output import note
+from lightning_amp.cli._output import UsageError
 
 _SECTIONS = ("trainer", "model", "data", "optimizer", "lr_scheduler")
 _IGNORED = ("seed_everything", "ckpt_path", "weights_only", "verbose", "return_predictions")
@@ -32,7 +29,7 @@ def class_parser(**settings: Any) -> LightningArgumentParser:
     if not getattr(sys.flags, "safe_path", False) and os.getcwd() not in sys.path:  # as `python -m` does
         sys.path.insert(0, os.getcwd())
     try:
-        parser = LightningArgumentParser(exit_on_error=False, **settings)
+        parser = LightningArgumentParser(**settings)
     except ModuleNotFoundError as error:  # Lightning's message explains how to install the extra of jsonargparse
         raise UsageError(f"Lightning's own command line lacks a library: {error}") from error
     parser.add_argument("--config", action=ActionConfigFile)
@@ -45,33 +42,43 @@ def class_parser(**settings: Any) -> LightningArgumentParser:
 
 
 def with_configs(arguments: Sequence[str]) -> list[str]:
-    """Return arguments in which each YAML of a LightningCLI stands at the front, as jsonargparse reads it."""
-    configs, others, left = list[str](), list[str](), iter(arguments)
+    """Return arguments in which the name of each YAML is replaced by the text that the parser of a command takes."""
+    found, left = list[str](), iter(arguments)
     for argument in left:
         option, equals, value = argument.partition("=")
-        if option == "--config":
-            configs.append(value if equals else next(left, ""))
-        else:
-            others.append(argument)
-    classes = {key: _given(key, others) for key in ("model", "data")}
-    found = [_read(path, classes) for path in configs]
-    for key, given in classes.items():
-        path = given or next((config[key]["class_path"] for config in reversed(found) if key in config), "")
-        _import(f"--{key} {path}", path.rpartition(".")[0])
-    return [*(f"--config={json.dumps(config, default=str)}" for config in found), *others]
+        is_config = option == "--config"
+        found.append(f"--config={_read(value if equals else next(left, ''))}" if is_config else argument)
+    return found
+
+
+def _read(path: str) -> str:
+    """Read a file that a `LightningCLI` takes, with or without `fit:` around it; the path may be a URL."""
+    from jsonargparse import get_loader
+
+    try:
+        with open_text(path, "--config") as file:
+            read = get_loader("yaml")(file.read())
+        found = dict(read.get("fit", read))
+        trainer = found["trainer"] = dict(found.get("trainer") or {})
+    except Exception as error:  # of YAML, of an fsspec driver, or a text in place of a mapping
+        rule = f"it must be a YAML with {', '.join(_SECTIONS)}"
+        raise UsageError(f"--config {path} cannot be read: {type(error).__name__}: {error}; {rule}") from error
+    seed = found.get("seed_everything")
+    dropped = [f"trainer.{name}" for name in ("precision", "plugins") if trainer.pop(name, None) not in (None, [])]
+    dropped += ["ckpt_path"] if found.get("ckpt_path") else []
+    if dropped:
+        why = "is ignored: this command sets the precision and trains from the start"
+        sys.stderr.write(f"lightning-amp: of --config {path}, {', '.join(dropped)} {why}\n")
+    kept = {name: value for name, value in found.items() if name not in _IGNORED and value is not None}
+    return json.dumps({**kept, "seed": seed} if type(seed) is int else kept, default=str)
 
 
 def user_classes(options: Any) -> dict[str, Any]:
     """Return what our functions take: factories for the classes among parsed options, and the Trainer's arguments."""
     options = options.as_dict()
-    _require_all("model", options["model"])
-    _require_all("data", options["data"])
     own = {key: options[key] for key in ("model", "optimizer", "lr_scheduler") if options.get(key)}
     defaults = {name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()}
     given = {name: value for name, value in options["trainer"].items() if value != defaults.get(name)}
-    for name in ("precision", "plugins"):
-        if name in given:
-            raise UsageError(f"--trainer.{name} is an option of this command: pass `--precisions` or `--precision`")
     parser = LightningArgumentParser(exit_on_error=False)
     parser.add_lightning_class_args(Trainer, "trainer")
     with warnings.catch_warnings():
@@ -79,97 +86,6 @@ def user_classes(options: Any) -> dict[str, Any]:
         made = parser.instantiate_classes(parser.parse_object({"trainer": given}))["trainer"]
     factories = {"make_module": Factory("model", own), "make_data": Factory("data", {"data": options["data"]})}
     return {**factories, "trainer_kwargs": {name: made[name] for name in given}}
-
-
-def _import(option: str, module: str) -> None:
-    """Import the module of a class. Errors of that import are the user's own, and jsonargparse would hide them."""
-    try:
-        if module:
-            importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
-            return  # the module does not exist: jsonargparse reports that itself
-        text = usage_error(error) if isinstance(error, Exception) else f"it ended with `sys.exit({error.code!r})`"
-        raise UsageError(f"{option} cannot be imported: {text or error}") from error
-
-
-def _given(key: str, arguments: Sequence[str]) -> str | None:
-    """Return the class path that an option gives."""
-    for i, argument in enumerate(arguments):
-        if argument.startswith(f"--{key}="):
-            return argument.partition("=")[2]
-        if argument == f"--{key}":
-            return next(iter(arguments[i + 1 : i + 2]), None)
-    return None
-
-
-def _require_all(key: str, config: Mapping[str, Any]) -> None:
-    """Refuse a class whose arguments without a type are not all given; jsonargparse only checks the others."""
-    module, _, name = config["class_path"].rpartition(".")
-    given = {**config.get("init_args", {}), **config.get("dict_kwargs", {})}
-    parameters = inspect.signature(getattr(sys.modules[module], name)).parameters.values()
-    missing = [p.name for p in parameters if p.default is p.empty and p.annotation is p.empty]
-    missing = [f"--{key}.{name}" for name in missing if name in given and given[name] is None]
-    if missing:
-        raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} required")
-
-
-# -- YAML --------------------------------------------------------------------------------------------------------------
-
-
-def _read(path: str, classes: Mapping[str, str | None]) -> dict[str, Any]:
-    """Read a file that a `LightningCLI` takes, with or without `fit:` around it.
-
-    Args:
-        path: The file, or its URL.
-        classes: Class paths for sections without one, as in the YAML of `LightningCLI(MyModel)`.
-
-    Raises:
-        UsageError: If the file cannot be read, or has settings that a command cannot use.
-
-    """
-    found = _load(path)
-    found = _mapping(path, found["fit"]) if "fit" in found else found
-    unknown = [key for key in found if key not in (*_SECTIONS, *_IGNORED)]
-    if unknown:
-        raise UsageError(
-            f"--config {path} has {named(unknown)}, which only the LightningCLI of your script knows; legal are"
-            f" {', '.join([*_SECTIONS, 'seed_everything'])}. `compare_precisions` in Python accepts any module"
-        )
-    if found.get("ckpt_path") is not None:
-        raise UsageError(f"--config {path} has a `ckpt_path`; a comparison trains from the start: remove it")
-    sections = {key: _mapping(path, found[key]) for key in _SECTIONS if found.get(key) is not None}
-    for key in ("model", "data", "optimizer", "lr_scheduler"):
-        if key in sections and "class_path" not in sections[key]:
-            if not classes.get(key):
-                raise UsageError(f"--config {path}: `{key}` has no `class_path`; pass `--{key} package.module.Class`")
-            sections[key] = {"class_path": classes[key], "init_args": sections[key]}
-    trainer = sections.get("trainer", {})
-    dropped = [f"trainer.{name}" for name in ("precision", "plugins") if trainer.pop(name, None) not in (None, [])]
-    if dropped:
-        note(f"lightning-amp: of --config {path}, {', '.join(dropped)} is ignored: this command sets the precision")
-    seed = found.get("seed_everything")
-    return {**sections, "seed": seed} if isinstance(seed, int) and not isinstance(seed, bool) else sections
-
-
-def _load(path: str) -> dict[str, Any]:
-    """Return a mapping, read as jsonargparse reads YAML."""
-    from jsonargparse import get_loader
-
-    try:
-        with open_text(path, "--config") as file:
-            value = get_loader("yaml")(file.read()) or {}
-    except FileNotFoundError as error:
-        raise UsageError(f"there is no file `{path}`, which --config names") from error
-    except Exception as error:  # of YAML, or of an fsspec driver
-        raise UsageError(f"--config {path} cannot be read as YAML: {error}") from error
-    return _mapping(path, value)
-
-
-def _mapping(path: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise UsageError(f"--config {path} must hold a mapping with {', '.join(_SECTIONS)}, got {value!r}")
-    return {str(name): inner for name, inner in value.items()}
 
 
 # -- factories ---------------------------------------------------------------------------------------------------------

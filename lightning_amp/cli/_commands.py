@@ -1,25 +1,44 @@
-"""The commands that take a module and its data: what they ask for, and what they print."""
+"""The commands: what they ask for, and what they print."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_amp._text import counted
-from lightning_amp.cli._errors import UsageError
-from lightning_amp.cli._output import Outcome, json_writer, note
+from typing_extensions import final
+
+from lightning_amp._files import child, location
+from lightning_amp._plain_data import Table
+from lightning_amp._text import counted, exact
+from lightning_amp.cli._output import Outcome, UsageError, json_writer
 
 if TYPE_CHECKING:
-    from lightning_amp import LocalDevices, PrecisionReport
-    from lightning_amp.compare import Run
+    from lightning_amp import LocalDevices
+    from lightning_amp.reports import ScaleHistory
+
+Options = Mapping[str, Mapping[str, Any]]
+
+
+@final
+class Command(NamedTuple):
+    """A command: its line in `--help`, its own help, the arguments of `add_argument` by option, and what it does."""
+
+    what: str
+    description: str
+    options: Options
+    run: Callable[[Any], Outcome]
+
 
 _CLASSES = """
 --model and --data take a class path; the arguments of the class follow, as in a
 LightningCLI: --model.width 64, --trainer.max_epochs 2, --optimizer SGD.
---config takes the YAML of a LightningCLI; the command line overrides it."""
+--config takes the YAML of a LightningCLI; options after it override it. If it
+has no class_path for the model, write --model before it, and so for the data."""
 
-CLASS_OPTIONS: dict[str, dict[str, Any]] = {
+CLASS_OPTIONS: Options = {
     "--model": {"metavar": "CLASS", "help": "the LightningModule: package.module.Class"},
     "--data": {"metavar": "CLASS", "help": "the LightningDataModule: package.module.Class"},
     "--config": {"metavar": "FILE", "help": "the YAML of a LightningCLI"},
@@ -50,7 +69,7 @@ say why mixed precision is not faster or saves no memory.
 
 Exit status: 0, or 1 if a finding is a warning or an error."""
 
-DOCTOR_OPTIONS: dict[str, dict[str, Any]] = {
+DOCTOR_OPTIONS: Options = {
     "--precision": {"metavar": "NAME", "help": "the precision to examine; default: auto", "default": "auto"},
     "--device": {"metavar": "NAME", "help": "cpu or cuda:0, for example; default: where a Trainer would train"},
     "--seed": _SEED,
@@ -67,7 +86,7 @@ def run_doctor(options: Any) -> Outcome:
         from lightning.pytorch import seed_everything
 
         user = _user(options)
-        note(f"lightning-amp doctor: training some steps of {user['make_module']!r}")
+        sys.stderr.write(f"lightning-amp doctor: training some steps of {user['make_module']!r}\n")
         seed_everything(options.seed, verbose=False)
         report = doctor(**user, **where)
     else:
@@ -103,7 +122,7 @@ _FIRST = "the first is the reference; default: fp32 bf16 fp16"
 _AT_ONCE = "train N runs at once, each on the accelerators of --trainer.devices, or on its share of the CPU cores"
 _CONTROL = "train the reference again, weights changed in the last bit; default: with two or more seeds"
 
-COMPARE_OPTIONS: dict[str, dict[str, Any]] = {
+COMPARE_OPTIONS: Options = {
     "--precisions": {"metavar": "NAME", "nargs": "+", "default": ["fp32", "bf16", "fp16"], "help": _FIRST},
     "--seeds": {"metavar": "N", "help": "how many; fewer than three give no verdict", "type": int, "default": 1},
     "--seed": _SEED,
@@ -124,45 +143,36 @@ def run_compare(options: Any) -> Outcome:
     user = _user(options)
     from lightning_amp.compare import Comparison
 
-    try:
-        comparison = Comparison(
-            **user,
-            precisions=tuple(options.precisions),
-            seed=options.seed,
-            num_seeds=options.seeds,
-            margins={name: _margin(name, value) for name, value in options.margins.items()},
-            control=options.control,
-            dirpath=options.dirpath,
-            executor=_executor(options.devices_at_once, user["trainer_kwargs"].get("devices")),
-        )
-        if part is not None:
-            return _outcome_of_part(comparison.run_part(*part), *part)
-        report = comparison.collect() if options.collect else comparison.run()
-    except KeyboardInterrupt as error:
-        goes_on = f"finished runs are in `{options.dirpath}`, and the same command continues from there"
-        without = "with `--dirpath DIR` the same command goes on where it was stopped"
-        raise KeyboardInterrupt(f"interrupted; {goes_on if options.dirpath else without}") from error
-    return Outcome(report.to_markdown(), {"--json": report.to_json, "--html": report.to_html}, _has_work(report))
-
-
-def _has_work(report: PrecisionReport) -> bool:
-    """Return whether a run failed or is missing, or an arm other than the control is worse."""
-    return any(arm.errors or (arm.judged("worse") and not arm.is_control) for arm in report.arms.values())
+    comparison = Comparison(
+        **user,
+        precisions=tuple(options.precisions),
+        seed=options.seed,
+        num_seeds=options.seeds,
+        margins={name: _margin(name, value) for name, value in options.margins.items()},
+        control=options.control,
+        dirpath=options.dirpath,
+        executor=_executor(options.devices_at_once, user["trainer_kwargs"].get("devices")),
+    )
+    if part is not None:
+        runs = comparison.run_part(*part)
+        failed = [run for run in runs if not run.finished]
+        text = f"Part {part[0]} of {part[1]}: {counted(len(runs), 'run')}, {len(failed)} failed.\n"
+        lines = "".join(f"\n- `{run.name}`: {' '.join((run.error or '').split())}\n" for run in failed)
+        return Outcome(text + lines, has_work=bool(failed))
+    report = comparison.collect() if options.collect else comparison.run()
+    # a run failed or is missing, or an arm other than the control is worse
+    has_work = any(arm.errors or (arm.judged("worse") and not arm.is_control) for arm in report.arms.values())
+    return Outcome(report.to_markdown(), {"--json": report.to_json, "--html": report.to_html}, has_work)
 
 
 def _part(options: Any) -> tuple[int, int] | None:
     """Return the share that is trained, and the number of shares; `None` for all runs."""
-    if options.part is None and not options.collect:
-        return None
-    option = "--collect" if options.part is None else "--part"
-    if options.dirpath is None:
-        raise UsageError(f"{option} needs --dirpath, the folder or URL in which the runs of all parts are kept")
+    if (options.part or options.collect) and options.dirpath is None:
+        raise UsageError("--part and --collect need --dirpath, the folder or URL in which all runs are kept")
     if options.part is None:
         return None
-    if options.collect:
-        raise UsageError("--part trains runs and --collect judges them: they are two commands")
-    if options.json or options.html:
-        raise UsageError("--part prints no report that could be saved; use --json and --html with --collect")
+    if options.collect or options.json or options.html:
+        raise UsageError("--part trains runs and prints no report: use --collect, --json and --html in a last command")
     found = re.fullmatch(r"(\d+)/(\d+)", options.part)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise UsageError(f"--part must be I/N, with I from 1 to N, such as 3/12; got {options.part!r}")
@@ -179,13 +189,6 @@ def _executor(num_at_once: int | None, devices: object) -> LocalDevices | None:
 
     has_devices = torch.accelerator.current_accelerator(check_available=True) is not None
     return LocalDevices(num=num_at_once, per_run=int(str(devices)) if has_devices and str(devices).isdigit() else 1)
-
-
-def _outcome_of_part(runs: Sequence[Run], part: int, num_parts: int) -> Outcome:
-    failed = [run for run in runs if not run.finished]
-    text = f"Part {part} of {num_parts}: {counted(len(runs), 'run')}, {len(failed)} failed.\n"
-    lines = "".join(f"\n- `{run.name}`: {' '.join((run.error or '').split())}\n" for run in failed)
-    return Outcome(text + lines, has_work=bool(failed))
 
 
 def _margin(name: str, value: Any) -> Any:
@@ -216,7 +219,7 @@ Exit status: 0, or 1 if a precision has no batch size that fits."""
 
 _LIMIT = "limit for each device; default: its free memory; needed on the CPU"
 
-BATCH_SIZE_OPTIONS: dict[str, dict[str, Any]] = {
+BATCH_SIZE_OPTIONS: Options = {
     "--precisions": {"metavar": "NAME", "help": "default: fp32 bf16", "nargs": "+", "default": ["fp32", "bf16"]},
     "--memory-limit-gib": {"metavar": "GIB", "help": _LIMIT, "type": float},
     "--seed": {**_SEED, "help": "ignored: the values do not matter here"},
@@ -246,7 +249,7 @@ in fp16 or bf16 are within a relative tolerance of fp32.
 
 Exit status: 0 if nothing is needed; 1 if modules are, or if nothing helps."""
 
-FP32_MODULES_OPTIONS: dict[str, dict[str, Any]] = {
+FP32_MODULES_OPTIONS: Options = {
     "--precision": {"metavar": "NAME", "help": "fp16 (default) or bf16", "default": "fp16"},
     "--tolerance": {"metavar": "X", "help": "largest relative error, such as 0.05", "type": float, "required": True},
     "--seed": _SEED,
@@ -273,3 +276,89 @@ def run_fp32_modules(options: Any) -> Outcome:
         rules = ", ".join(f'"{rule}"' for rule in found)
         text += f'\n`AmpPrecision("{options.precision}", fp32_modules=[{rules}])`\n'
     return Outcome(text, {"--json": json_writer(data)}, has_work=bool(found))
+
+
+# -- scale -------------------------------------------------------------------------------------------------------------
+
+_HISTORY = "scale_history.csv"
+
+SCALE = f"""\
+Sum up the loss scale of saved runs, and draw it.
+
+FILE is a file of ScaleMonitor(dirpath=...) or history.to_csv(...), or a folder
+with a {_HISTORY}; URLs work too.
+
+  lightning-amp scale logs/run1 logs/run2 --plot scales.png"""
+
+SCALE_OPTIONS: Options = {
+    "FILE": {"nargs": "+", "help": "a scale history, or the folder it is in"},
+    "--plot": {"metavar": "FILE", "help": "save one picture of all of them: .png, .svg, .pdf"},
+    "--json": {"metavar": "FILE", "help": "save the figures as JSON"},
+}
+
+
+def run_scale(options: Any) -> Outcome:
+    """Sum up the histories, several side by side."""
+    from lightning_amp.reports import plot_histories
+
+    histories = {path.rstrip("/").removesuffix(f"/{_HISTORY}") or path: _read(path) for path in options.FILE}
+    figures = {label: _figures(history) for label, history in histories.items()}
+    header = ["run", *(name.replace("_", " ") for name in next(iter(figures.values())))]
+    rows = [[label, *map(_shown, own.values())] for label, own in figures.items()]
+    parts = [f"`{label}`: {history.summary()}" for label, history in histories.items()]
+    data = [{"run": label, "summary": histories[label].summary(), **own} for label, own in figures.items()]
+    files = {"--plot": lambda path: plot_histories(histories, path), "--json": json_writer({"runs": data})}
+    return Outcome("\n\n".join([*parts, str(Table(header, rows))]) + "\n", files)
+
+
+def _read(path: str) -> ScaleHistory:
+    """Read a history from a file, a folder, or a URL, which is a folder unless it ends in `.csv`."""
+    from lightning_amp.reports import ScaleHistory
+
+    place = location(path, "FILE")
+    is_folder = place.is_dir() if isinstance(place, Path) else not place.endswith(".csv")
+    file = child(place, _HISTORY) if is_folder else place
+    try:
+        return ScaleHistory.from_csv(file)
+    except OSError as error:
+        rule = "FILE is a file that `ScaleMonitor(dirpath=...)` writes, or its folder"
+        raise UsageError(f"`{file}` cannot be read: {type(error).__name__}: {error}; {rule}") from error
+
+
+def _figures(history: ScaleHistory) -> dict[str, Any]:
+    """Return the numbers of a run; scales are `None` if it has no record."""
+    records = list(history)
+    scales = [scale for record in records for scale in (record.scale, record.next_scale)]
+    reasons = [record.reason for record in records if record.skipped]
+    return {
+        "steps": history.num_attempted,
+        "skipped": len(reasons),
+        "skipped_gradient": reasons.count("gradient"),
+        "skipped_loss": reasons.count("loss"),
+        "first_scale": scales[0] if scales else None,
+        "last_scale": scales[-1] if scales else None,
+        "lowest_scale": min(scales, default=None),
+        "highest_scale": max(scales, default=None),
+    }
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else exact(value) if isinstance(value, float) else f"{value:,}"
+
+
+COMMANDS = {
+    "batch-size": Command(
+        "find the largest batch that fits into memory, in each precision",
+        BATCH_SIZE,
+        BATCH_SIZE_OPTIONS,
+        run_batch_size,
+    ),
+    "compare": Command(
+        "train a module in several precisions, and say which one to use", COMPARE, COMPARE_OPTIONS, run_compare
+    ),
+    "doctor": Command("measure this machine, and say why a module is not faster", DOCTOR, DOCTOR_OPTIONS, run_doctor),
+    "fp32-modules": Command(
+        "find the modules that must stay in fp32", FP32_MODULES, FP32_MODULES_OPTIONS, run_fp32_modules
+    ),
+    "scale": Command("show saved scale histories", SCALE, SCALE_OPTIONS, run_scale),
+}

@@ -5,40 +5,29 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import importlib
 import inspect
 import os
+import pkgutil
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_amp._compat._messages import short_class_names
-from lightning_amp.cli._commands import CLASS_OPTIONS
-from lightning_amp.cli._errors import (
-    CRASHED,
-    FINE,
-    INTERRUPTED,
-    PIPE_CLOSED,
-    TO_DO,
-    WRONG_USE,
-    UsageError,
-    usage_error,
-)
-from lightning_amp.cli._output import check_output, require_extra, save, show
+from lightning_amp.cli._commands import CLASS_OPTIONS, COMMANDS
+from lightning_amp.cli._output import UsageError, check_output, require_extra, save, show, usage_error
 
 NAME = "lightning-amp"
 DEBUG = "LIGHTNING_AMP_DEBUG"
 
-COMMANDS = {
-    "batch-size": "find the largest batch that fits into memory, in each precision",
-    "compare": "train a module in several precisions, and say which one to use",
-    "doctor": "measure this machine, and say why a module is not faster",
-    "fp32-modules": "find the modules that must stay in fp32",
-    "scale": "show saved scale histories",
-}
+FINE, TO_DO, WRONG_USE = 0, 1, 2
+CRASHED = 70
+"""Exit status for an error of this package, different from `TO_DO`; `EX_SOFTWARE` of sysexits.h."""
+INTERRUPTED, PIPE_CLOSED = 130, 141
+"""Exit statuses after Ctrl-C, and if the reader of the output is gone (`| head`): 128 plus the number of the signal."""
+
 _OUTPUTS = ("json", "html", "plot")
 """Options that name a file to write. They are checked before any work is done."""
 
@@ -46,8 +35,7 @@ _EXIT_STATUS = f"""\
 exit status: {FINE} fine; {TO_DO} something to do (a finding that is a warning, a
 verdict "worse", a run that failed, modules that need fp32); {WRONG_USE} wrong use,
 with one line on stderr; {CRASHED} an error inside of {NAME}; {INTERRUPTED} interrupted.
-`--debug`, or the environment variable {DEBUG}=1, shows the
-traceback of an error."""
+The environment variable {DEBUG}=1 shows the traceback of an error."""
 
 _NOISE = re.compile(
     r"does not validate against any|subtypes:|errors:|expected a <class 'nonetype'>|expected a (?:config )?path but|"
@@ -65,69 +53,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given or bool(os.environ.get(DEBUG))
-    given = [argument for argument in given if argument != "--debug"]
-    name = f"{NAME} {given[0]}" if given and given[0] in COMMANDS else NAME
     try:
-        status = _run(given)
-        # otherwise the interpreter flushes stdout at its end, and prints an error if the pipe is closed
-        sys.stdout.flush()
+        return _run(given)
     except BrokenPipeError:
         return PIPE_CLOSED
-    except KeyboardInterrupt as error:
-        return _say(name, str(error) or "interrupted", INTERRUPTED, debug=debug)
-    except UsageError as error:
-        return _say(name, str(error), WRONG_USE, debug=debug)
+    except KeyboardInterrupt:
+        status, text = INTERRUPTED, "interrupted"
     except Exception as error:
-        advice = "" if debug else f" Please report it, with what the same command prints with `--debug` ({DEBUG}=1)."
-        text = f"this is an error of {NAME} itself: {type(error).__name__}: {error}."
-        return _say(name, f"{text}{advice}", CRASHED, debug=debug)
+        wrong = error if isinstance(error, UsageError) else usage_error(error)
+        status, text = WRONG_USE, str(wrong)
+        if wrong is None:
+            text = f"this is an error of {NAME} itself: {type(error).__name__}: {error}. Please report it, with what"
+            status, text = CRASHED, f"{text} the same command prints if {DEBUG}=1."
+        if os.environ.get(DEBUG):
+            traceback.print_exc()
+    name = f"{NAME} {given[0]}" if given and given[0] in COMMANDS else NAME
+    with contextlib.suppress(OSError):  # stderr is closed
+        sys.stderr.write(f"{name}: {' '.join(text.split())}\n")
+        sys.stderr.flush()
     return status
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: Sequence[str]) -> int:
     require_extra("jsonargparse", "docstring_parser", "typeshed_client", "rich")
     from jsonargparse import ArgumentParser
 
     from lightning_amp import __version__
 
-    settings: dict[str, Any] = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    settings: dict[str, Any] = {"allow_abbrev": False, "exit_on_error": False}
+    settings["formatter_class"] = argparse.RawDescriptionHelpFormatter
     top: dict[str, Any] = {"version": __version__, "description": "Choose a precision, and see what it did."}
-    parser = ArgumentParser(prog=NAME, epilog=_EXIT_STATUS, exit_on_error=False, **top, **settings)
+    parser = ArgumentParser(prog=NAME, epilog=_EXIT_STATUS, **top, **settings)
     commands = parser.add_subcommands(metavar="COMMAND")
-    name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
-    file = importlib.import_module(f"lightning_amp.cli.{'_saved_scales' if name == 'scale' else '_commands'}")
-    constant, own = name.upper().replace("-", "_"), parser
-    options: dict[str, dict[str, Any]] = getattr(file, f"{constant}_OPTIONS", {})
-    for command, what in COMMANDS.items():
-        made = ArgumentParser(exit_on_error=False, **settings)
+    name, others = (arguments[0], list(arguments[1:])) if arguments else ("", [])
+    own = parser
+    for command, (what, *_) in COMMANDS.items():
+        made = ArgumentParser(exit_on_error=False)
         if command == name:
-            settings |= {"usage": f"{NAME} {name} [options]", "description": getattr(file, constant)}
-            made, arguments = _own_parser(arguments, options, settings)
+            made, others = _own_parser(name, others, settings)
             own = made
         commands.add_subcommand(command, made, help=what)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # warnings of jsonargparse about Lightning
-            parsed = parser.parse_args(arguments)
-    except SystemExit:  # `--help`, `--version`
+            found = parser.parse_args([*arguments[:1], *others])[name]
+    except SystemExit as error:  # `--help`, `--version`
+        if error.code:
+            raise UsageError(f"importing a class ended with `sys.exit({error.code!r})`") from error
         return FINE
     except Exception as error:
-        names = [*options, *CLASS_OPTIONS, *(f"--{key}" for key in own.get_defaults().keys() if "." in key)]  # noqa: SIM118
-        raise UsageError(_one_line(str(error), arguments, names)) from error
-    found = parsed[name]
-    paths: Mapping[str, str | None] = {f"--{option}": found.get(option) for option in _OUTPUTS}
+        raise UsageError(_one_line(str(error), name, own)) from error
+    paths = {f"--{option}": found.get(option) for option in _OUTPUTS}
     for option, path in paths.items():
         check_output(option, path)
-    try:
-        outcome = getattr(file, f"run_{constant.lower()}")(found)
-    except (BrokenPipeError, UsageError):
-        raise
-    except Exception as error:
-        wrong = usage_error(error)
-        if wrong is None:
-            raise
-        raise wrong from error
+    outcome = COMMANDS[name].run(found)
     for option, write_file in outcome.files.items():
         if path := paths[option]:
             save(option, path, write_file)
@@ -135,65 +114,41 @@ def _run(arguments: list[str]) -> int:
     return TO_DO if outcome.has_work else FINE
 
 
-def _own_parser(arguments: list[str], options: Mapping[str, Any], settings: dict[str, Any]) -> tuple[Any, list[str]]:
-    """Return the parser of a command, and the arguments with the YAML files in front."""
-    name, *others = arguments
-    wants_help = bool({"--help", "-h"} & {*others})
+def _own_parser(name: str, arguments: list[str], settings: dict[str, Any]) -> tuple[Any, list[str]]:
+    """Return the parser of a command, and its arguments with the text of each YAML file."""
+    from jsonargparse import ArgumentParser
+
+    _, description, options, _ = COMMANDS[name]
+    settings = {**settings, "usage": f"{NAME} {name} [options]", "description": description}
+    wants_help = not {"--help", "-h"}.isdisjoint(arguments)
     # without a module, `doctor` looks at the machine
-    has_classes = name != "doctor" or any(argument.partition("=")[0] in CLASS_OPTIONS for argument in others)
+    has_classes = name != "doctor" or any(argument.partition("=")[0] in CLASS_OPTIONS for argument in arguments)
     if has_classes and name != "scale" and not wants_help:
         from lightning_amp.cli._classes import class_parser, with_configs
 
-        parser, others = class_parser(**settings), with_configs(others)
+        parser, arguments = class_parser(**settings), with_configs(arguments)
     else:
-        from jsonargparse import ArgumentParser
-
-        parser = ArgumentParser(exit_on_error=False, **settings)
+        parser = ArgumentParser(**settings)
         options = {**CLASS_OPTIONS, **options} if wants_help and name != "scale" else options
     for option, how in options.items():
         parser.add_argument(option, **how)
-    return parser, [name, *others]
+    return parser, arguments
 
 
-def _one_line(text: str, arguments: Sequence[str], names: Sequence[str]) -> str:
-    """Turn an error of jsonargparse, which may have many lines, into one line, with the nearest legal name."""
-    if not arguments or arguments[0] not in COMMANDS:
-        what = f"{arguments[0]!r} is no command" if arguments else "a command is missing"
-        near = _nearest(arguments[0], COMMANDS) if arguments else ""
-        return f"{what}{near}; there are {', '.join(COMMANDS)} (`{NAME} --help` says what they do)"
+def _one_line(text: str, command: str, parser: Any) -> str:
+    """Turn an error of jsonargparse, which may have many lines, into one line that says what is legal."""
     lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
     text = short_class_names("; ".join(line for line in lines if not _NOISE.match(line)).replace(":; ", ": "))
-    key = re.match(r"Parser key \"([\w.]+)\":", text)
-    if key is not None:
-        option = key[1] if "." in key[1] else key[1].replace("_", "-")
-        text = f"--{option}:{text[key.end() :]}".replace("Expected a int", "Expected an int")
-    text = re.sub(rf"\b{arguments[0]}\.([a-z]\w*)", r"--\1", text).replace(f"{arguments[0]}.", "")
-    found = re.search(r"nrecognized arguments: (--[\w.-]+)|not accept option '([\w.]+)'|'(\w+)' is not accepted", text)
+    text = re.sub(r"Parser key \"(\w+)\"", lambda found: f"--{found[1].replace('_', '-')}", text)
+    text = re.sub(rf"Parser key \"([\w.]+)\"|\b{command}\.(?=[a-z])", lambda found: f"--{found[1] or ''}", text)
+    text = text.replace(f"{command}.", "")
+    found = re.search(r"arguments: --([\w.-]+)|option '([\w.]+)'", text, re.IGNORECASE)
     if found is None:
         return text
-    if found[3] is not None:
-        names = _arguments_of(text)
-        return f"{text}{_nearest(found[3], names)}; it takes {', '.join(names)}"
-    near = _nearest(found[1] or f"--{found[2]}", names)
-    return f"{text}{near or f'; `{NAME} {arguments[0]} --help` lists the options'}"
-
-
-def _arguments_of(text: str) -> list[str]:
-    """Return the names of the arguments of the last class that a message names."""
-    module, _, name = re.findall(r"class_path '([\w.]+)'", text)[-1].rpartition(".")
-    return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _say(name: str, text: str, status: int, *, debug: bool) -> int:
-    """Write one line to stderr, even if stderr is closed; return the status."""
-    with contextlib.suppress(OSError):
-        if debug:
-            traceback.print_exc()
-        sys.stderr.write(f"{name}: {' '.join(text.split())}\n")
-        sys.stderr.flush()
-    return status
+    classes = re.findall(r"class_path '([\w.]+)'", text)
+    legal = [*parser.get_defaults().keys(), *(option.removeprefix("--") for option in CLASS_OPTIONS)]
+    names = list(inspect.signature(pkgutil.resolve_name(classes[-1])).parameters) if classes else legal
+    near = difflib.get_close_matches(found[1] or found[2], names, n=1)
+    rest = f"it takes {', '.join(names)}" if classes else "`--help` lists the options"
+    meant = f"; did you mean {'' if classes else '--'}{near[0]}?" if near else ""
+    return f"{text}{meant}; {rest}"

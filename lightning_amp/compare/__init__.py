@@ -2,15 +2,13 @@
 
 from lightning_amp.compare._arm import Arm, ArmMetric
 from lightning_amp.compare._checks import check_place, check_trainer_kwargs, check_trainer_names
-from lightning_amp.compare._compare import Comparison, compare_precisions
-from lightning_amp.compare._executors import run_in_process
+from lightning_amp.compare._compare import Comparison, Progress, compare_precisions
 from lightning_amp.compare._local_devices import LocalDevices
 from lightning_amp.compare._observer import num_rows
-from lightning_amp.compare._process import HERE
-from lightning_amp.compare._progress import Progress
+from lightning_amp.compare._process import HERE, run_in_process
 from lightning_amp.compare._report import PrecisionReport
 from lightning_amp.compare._run import CONTROL, Margin, Plan, Point, Run
-from lightning_amp.compare._spec import Spec, check_factory, parse_arms
+from lightning_amp.compare._spec import Spec, check_factory, make_arm, parse_arms
 from lightning_amp.compare._stats import Claim, Verdict
 
 __all__ = [
@@ -34,6 +32,7 @@ __all__ = [
     "check_trainer_kwargs",
     "check_trainer_names",
     "compare_precisions",
+    "make_arm",
     "num_rows",
     "parse_arms",
     "run_in_process",

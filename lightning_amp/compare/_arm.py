@@ -161,11 +161,6 @@ class Arm:
         """Return whether it was shown to be not worse in every metric with a margin."""
         return bool(self.judged()) and not self.errors and self.judged() == self.judged("not worse")
 
-    @property
-    def not_finite_in(self) -> list[ArmMetric]:
-        """Return the metrics with a margin whose final value is not finite with some seed."""
-        return [metric for metric in self.judged() if not all(map(math.isfinite, metric.finals.values()))]
-
 
 def _quartiles(values: Iterable[float]) -> Quartiles | None:
     found = [value for value in values if 0 < value < math.inf]

@@ -1,4 +1,4 @@
-"""Refuse wrong arguments before anything runs, and wrong margins as soon as a run has logged its metrics."""
+"""Refuse wrong arguments before anything runs, and wrong margins as soon as the metrics are known."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import inspect
 import os
 import re
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_amp._arguments import is_number, require, require_count
+from lightning_amp._arguments import is_number, require
 from lightning_amp._text import named
-from lightning_amp.compare._directions import direction_of
 from lightning_amp.compare._process import IN_AN_ARM
 from lightning_amp.compare._run import Margin
 from lightning_amp.compare._spec import check_travels
+from lightning_amp.compare._stats import Direction
 
 
 def check_place(name: str) -> None:
@@ -89,19 +90,6 @@ def check_trainer_names(trainer_kwargs: object, instead: str, advice: str) -> di
     return dict(trainer_kwargs)
 
 
-def check_seeds(seed: int, num_seeds: int, control: object) -> None:
-    """Refuse arguments that are not seeds.
-
-    Raises:
-        ValueError: If a value is refused. The message says which values are legal.
-
-    """
-    require_count("num_seeds", num_seeds)
-    require_count("seed", seed, 0)
-    require(control is None or isinstance(control, bool), "control", "`True`, `False`", control, none="or `None`")
-    require(seed + num_seeds <= 2**32, "seed", "below 2**32, with all of `num_seeds`", seed)
-
-
 def parse_margins(margins: object) -> dict[str, Margin]:
     """Return the margins by metric.
 
@@ -139,7 +127,7 @@ def wrong_margin(margins: Mapping[str, Margin], logged: Iterable[str], direction
     for name, margin in margins.items():
         if name not in logged:
             there = f"it logs {named(logged)}" if logged else "it logs nothing in validation"
-            rule = "`margins` must name metrics that the module logs in its first validation"
+            rule = "`margins` must name metrics that the module logs in validation"
             return f"{rule}, got {name!r}; {there}.{_meant(name, logged)}"
         if name not in directions and margin.direction is None and direction_of(name) is None:
             return (
@@ -152,3 +140,57 @@ def wrong_margin(margins: Mapping[str, Margin], logged: Iterable[str], direction
 def _meant(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+# -- the better direction of a metric, by its name ---------------------------------------------------------------------
+
+_LOWER = {
+    "bce", "bpb", "bpc", "bpd", "brier", "ce", "cer", "cost", "crossentropy", "crps", "ece", "eer", "epe", "err",
+    "error", "errors", "fad", "fid", "fnr", "fpr", "fvd", "kid", "kl", "kld", "logloss", "loss", "losses", "lpips",
+    "mae", "mape", "mase", "mpjpe", "mse", "msle", "niqe", "nll", "nmse", "nrmse", "perplexity", "ppl", "regret",
+    "rmsd", "rmse", "rmsle", "smape", "wape", "wer", "wmape", "xent",
+}  # fmt: skip
+_HIGHER = {
+    "acc", "accuracy", "ami", "ap", "ari", "auc", "aucpr", "aucroc", "aupr", "auprc", "auroc", "bertscore", "bleu",
+    "chrf", "cider", "cindex", "dice", "dsc", "exactmatch", "f1", "f2", "fbeta", "fmeasure", "fscore", "gleu", "hota",
+    "idf1", "iou", "jaccard", "kappa", "lddt", "matthews", "mcc", "meteor", "miou", "mota", "mrr", "ndcg", "nmi",
+    "pearson", "pesq", "prauc", "precision", "psnr", "r2", "recall", "return", "reward", "rocauc", "rouge", "sacrebleu",
+    "sdr", "sensitivity", "sisdr", "spearman", "specificity", "ssim", "stoi", "successrate", "tnr", "top1", "top3",
+    "top5", "top10", "tpr", "winrate",
+}  # fmt: skip
+_MADE_A_LOSS = {"dice", "iou", "jaccard", "kappa", "psnr", "reward", "sdr", "sisdr", "ssim"}
+"""Metrics whose name is also used for a loss made from them: "dice_loss"."""
+
+_MADE_AN_ERROR = {"top1", "top3", "top5", "top10"}  # "top5_error"
+_TURNS_AROUND = {"neg", "negative", "minus", "inverse", "inv"}  # "neg_mse", "one_minus_auc"
+_ANOTHER_QUANTITY = {
+    "change", "delta", "diff", "drop", "gap", "improvement", "losscoef", "lossscale", "ratio", "std", "threshold",
+    "time", "var", "variance", "weight",
+}  # fmt: skip
+"""Words that turn the name of a metric into the name of another quantity: "loss_scale", "f1_threshold", "acc_std"."""
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*|\d+")
+_MINUS = re.compile(r"^-|(?<![A-Za-z0-9.])1 ?- ?(?=[A-Za-z])")  # "-loss", "1-auc"
+
+
+def direction_of(name: str) -> Direction | None:
+    """Return the better direction of a metric with this name; `None` if its words do not agree on one."""
+    name = name.partition("/dataloader_idx_")[0]
+    words = _words(name)
+    if words & (_TURNS_AROUND | _ANOTHER_QUANTITY) or _MINUS.search(name):
+        return None
+    lower, higher = words & _LOWER, words & _HIGHER
+    if "loss" in lower:
+        higher -= _MADE_A_LOSS
+    if lower & {"err", "error"}:
+        higher -= _MADE_AN_ERROR
+    if bool(lower) == bool(higher):
+        return None
+    return "min" if lower else "max"
+
+
+def _words(name: str) -> set[str]:
+    """Return the words of a name, also without their last digits ("acc1"), and neighbours joined ("top_1", "IoU")."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    bare = [word.rstrip("0123456789") for word in words]
+    return {*words, *bare, *(first + second for first, second in pairwise(words))}

@@ -1,7 +1,7 @@
-"""The script that the process of a run runs: `python _child.py FOLDER`, which holds the run in `spec.pickle`.
+"""The script of a run's process: `python _child.py FOLDER`; the folder holds the run in `spec.pickle`.
 
 It is run by its path, and imports only the standard library until `sys.path` is set. So this package need not be
-installed. `python _child.py --serve PATH` imports what all runs need, and forks a process for each run that it reads.
+installed. `python _child.py --serve PATH` imports what all runs need, and forks a process for each folder it reads.
 """
 
 import gc
@@ -32,17 +32,12 @@ def serve() -> str:
     # an optimizer imports `torch._dynamo` in its first step
     for name in ("lightning_amp.compare._train", "torch._dynamo", "cloudpickle"):
         importlib.import_module(name)
-    gc.collect()
     gc.freeze()  # otherwise the garbage collection of a fork would copy all this memory
-    for line in iter(sys.stdin.buffer.readline, b""):
-        folder, log = json.loads(line)
+    for line in iter(sys.stdin.readline, ""):
         pid = os.fork()
         if not pid:
             os.setsid()
-            for number, path in enumerate((os.devnull, log, log)):
-                os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
-            sys.argv[1:] = [folder]  # Lightning starts other ranks with these arguments
-            return folder
+            return line.rstrip("\n")
         os.write(1, b"%d\n" % pid)
         os.write(1, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     raise SystemExit
@@ -53,8 +48,11 @@ if __name__ == "__main__":
     folder = serve() if sys.argv[1] == "--serve" else sys.argv[1]
     started = time.time()
     follow_parent()
+    sys.argv[1:] = [folder]  # Lightning starts other ranks with these arguments
     with open(f"{folder}/spec.pickle", "rb") as file:
         header = pickle.load(file)
+    for number, path in enumerate((os.devnull, header["log"], header["log"])):
+        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
     sys.path[:] = header["path"]
     if header["cores"]:
         os.sched_setaffinity(0, header["cores"])

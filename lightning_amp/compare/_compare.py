@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -16,20 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
+from tqdm import tqdm
 from typing_extensions import final
 
+from lightning_amp._arguments import require, require_count
 from lightning_amp.compare._checks import (
     check_place,
-    check_seeds,
     check_trainer_kwargs,
     parse_margins,
     wrong_margin,
 )
 from lightning_amp.compare._describe import Identity, factory_name, shown
-from lightning_amp.compare._executors import check_executor, run_in_process, run_on
 from lightning_amp.compare._local_devices import LocalDevices
-from lightning_amp.compare._process import HERE
-from lightning_amp.compare._progress import Progress
+from lightning_amp.compare._process import HERE, run_in_process, run_on
 from lightning_amp.compare._report import PrecisionReport
 from lightning_amp.compare._run import CONTROL, Plan, Run
 from lightning_amp.compare._spec import Spec, check_factory, parse_arms
@@ -110,7 +110,7 @@ def compare_precisions(
 
     Raises:
         ValueError: If an argument is wrong, before anything runs if that can be known. If a margin is for a metric
-            that the first validation of the reference did not log. If `dirpath` has another comparison.
+            that the first finished run of the reference did not log. If `dirpath` has another comparison.
         RuntimeError: If it is called on several ranks, or by a file that is imported in the process of an arm.
         OSError: If `dirpath` cannot be made.
         ModuleNotFoundError: Without cloudpickle, or with more than one seed without scipy.
@@ -131,7 +131,9 @@ class Comparison:
     def __init__(self, make_module: Any, make_data: Any, precisions: Any, **settings: Any) -> None:
         check_place("compare_precisions")
         self._executor, dirpath = settings.get("executor"), settings.get("dirpath")
-        check_executor(self._executor)
+        fine = self._executor is None or callable(getattr(self._executor, "submit", None))
+        rule = "an object with `submit(fn, *args)`: an executor of `concurrent.futures` or Dask, `LocalDevices()`"
+        require(fine and not isinstance(self._executor, type), "executor", rule, self._executor, none="or `None`")
         check_factory("make_module", make_module, LightningModule)
         check_factory("make_data", make_data, LightningDataModule)
         kwargs = check_trainer_kwargs(settings.get("trainer_kwargs"))
@@ -139,7 +141,10 @@ class Comparison:
             self._executor.check_trainer(kwargs)
         arms = parse_arms(precisions, kwargs.get("strategy", "auto"))
         seed, num_seeds, control = (settings[name] for name in ("seed", "num_seeds", "control"))
-        check_seeds(seed, num_seeds, control)
+        require_count("num_seeds", num_seeds)
+        require_count("seed", seed, 0)
+        require(control is None or isinstance(control, bool), "control", "`True`, `False`", control, none="or `None`")
+        require(seed + num_seeds <= 2**32, "seed", "below 2**32, with all of `num_seeds`", seed)
         if num_seeds > 1:
             scipy_special()
         self.plan = plan = Plan(
@@ -199,7 +204,7 @@ class Comparison:
         self._check_margins(runs)
         with (
             Progress(len(wanted)) as bar,
-            HERE.forking(),
+            closing(HERE),
             tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as scratch,
         ):
             for run in runs:
@@ -221,19 +226,18 @@ class Comparison:
             yield from run_on(self._executor, specs)
             return
         for spec in specs:
-            bar.begin(f"{spec.label}, seed {spec.seed}")
+            bar.set_description(f"{spec.label}, seed {spec.seed}")
             yield run_in_process(spec, bar.tick)
 
     def _spec(self, label: str, seed: int, scratch: Path) -> Spec:
         folder = scratch if self._store is None else self._store.folder or scratch
-        margins = self.plan.margins if label == self.plan.reference else {}
-        return replace(self._arms[label], seed=seed, folder=str(folder / file_name(label, seed)), margins=margins)
+        return replace(self._arms[label], seed=seed, folder=str(folder / file_name(label, seed)))
 
     def _check_margins(self, runs: Sequence[Run]) -> None:
-        """Refuse margins for metrics that a run of the reference did not log until its first validation, or its end."""
+        """Refuse margins for metrics that a finished run of the reference did not log."""
         for run in runs:
-            wrong = wrong_margin(self.plan.margins, run.curves, run.directions)
-            if wrong and run.label == self.plan.reference and (run.finished or run.last_validation):
+            wrong = wrong_margin(self.plan.margins, run.curves, run.directions) if run.finished else ""
+            if wrong and run.label == self.plan.reference:
                 raise ValueError(wrong)
 
     def _kept(self, label: str, seed: int, *, failed: bool = False) -> Run | None:
@@ -243,3 +247,23 @@ class Comparison:
 def _ending(run: Run) -> str:
     error = " ".join((run.error or "").split())
     return f"{run.total_s:.0f} s" if run.finished else f"failed: {error[:160]}{'...' * (len(error) > 160)}"
+
+
+@final
+class Progress(tqdm):  # type: ignore[type-arg]
+    """Shows progress on stderr: a bar on a terminal, and in any case a line for each run that ended."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__(total=total, file=sys.stderr, disable=None, leave=False, dynamic_ncols=True)  # not in a pipe
+        self._done = 0
+
+    def tick(self) -> None:
+        """Show the time so far, now and then."""
+        self.update(0)
+
+    def finish(self, text: str) -> None:
+        """Show how a run ended."""
+        self._done += 1
+        self.total = max(self.total, self._done)
+        self.write(f"[{self._done}/{self.total}] {text}", file=sys.stderr)
+        self.update()

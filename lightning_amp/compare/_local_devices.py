@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,11 +55,6 @@ class LocalDevices:
         self._per_run = per_run
         self._pool: ThreadPoolExecutor | None = None
 
-    @property
-    def num_at_once(self) -> int:
-        """Return how many runs there are at once."""
-        return len(self._places)
-
     def check_trainer(self, trainer_kwargs: Mapping[str, Any]) -> None:
         """Refuse arguments of the Trainer that ask for other devices than a run gets here.
 
@@ -83,9 +77,9 @@ class LocalDevices:
                 free.put(place)
 
             def take() -> None:
-                HERE.use(*free.get())
+                HERE.environment, HERE.cores = free.get()
 
-            self._pool = ThreadPoolExecutor(self.num_at_once, "lightning-amp", take)
+            self._pool = ThreadPoolExecutor(len(self._places), "lightning-amp", take)
         stop = threading.Event()
         return Job(self._pool.submit(_call, stop, fn, *args), stop)
 
@@ -96,7 +90,7 @@ class LocalDevices:
 
 
 def _call(stop: threading.Event, fn: Callable[..., Any], *args: Any) -> Any:
-    HERE.watch(stop)
+    HERE.stop = stop
     return fn(*args)
 
 
@@ -136,13 +130,11 @@ def _places(devices: Sequence[int | str] | None, per_run: int, num: int | None) 
     kind = accelerator.type
     seen = names = visible_devices(kind) or [str(i) for i in range(torch.accelerator.device_count())]
     if devices is not None:
-        fine = isinstance(devices, Sequence) and not isinstance(devices, (str, bytes)) and bool(devices)
-        fine = fine and all(is_count(device, -sys.maxsize) or isinstance(device, str) for device in devices)
-        require(fine, "devices", "a sequence of numbers or names of devices", devices, none="or `None`")
-        wrong = [d for d in devices if isinstance(d, int) and not 0 <= d < len(seen)]
-        require(not wrong, "devices", f"numbers below {len(seen)}, or names", wrong)
-        names = [seen[device] if isinstance(device, int) else device for device in devices]
-        require(len(set(names)) == len(names), "devices", "different devices", devices)
+        fine = isinstance(devices, Sequence) and not isinstance(devices, str)
+        fine = fine and all(isinstance(d, str) or (is_count(d, 0) and d < len(seen)) for d in devices)
+        names = [seen[device] if isinstance(device, int) else device for device in devices] if fine else []
+        rule = f"a list of different devices: numbers below {len(seen)}, or names"
+        require(bool(names) and len(set(names)) == len(names), "devices", rule, devices, none="or `None`")
     groups = [names[i : i + per_run] for i in range(0, len(names) - per_run + 1, per_run)][:num]
     require(bool(groups), "per_run", f"at most the number of devices, {len(names)}", per_run)
     return [({_VISIBLE[kind]: ",".join(group)}, ()) for group in groups]

@@ -1,7 +1,11 @@
-"""Run one training in a process of its own, and return its record, however the process ends."""
+"""Run one training in a process of its own, and return its record, however the process ends.
+
+The process is one of this machine, or of a worker of an executor: another device, process or machine.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -14,15 +18,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import final
 
 from lightning_amp.compare._run import Run, from_data, to_data
+from lightning_amp.compare._spec import Spec, pack, versions
 
 IN_AN_ARM = "LIGHTNING_AMP_ARM"
 """Environment variable that is set in the process of an arm."""
@@ -39,6 +43,9 @@ _RANKS = [
 
 A run starts its ranks itself, in a job of Slurm as well.
 """
+
+_POLL_S = 0.1
+_STOP_WITHIN_S = 5.0
 
 
 @final
@@ -58,36 +65,17 @@ class Place(threading.local):
     stop: threading.Event | None = None
     server: Server | None = None
 
-    def use(self, environment: Mapping[str, str], cores: Sequence[int]) -> None:
-        """Let this thread's runs have some devices or cores."""
-        self.environment, self.cores = environment, cores
-
-    def watch(self, stop: threading.Event | None) -> None:
-        """Kill this thread's run as soon as `stop` is set."""
-        self.stop = stop
-
-    def fork(self, folder: str, log: str, key: tuple[dict[str, str], list[str], str]) -> Server | None:
-        """Start a run by a fork; `None` if the process that forks has died."""
-        if self.server is None or self.server.key != key:
-            self.server = Server(key)
-        return self.server if self.server.fork(folder, log) else None
-
-    @contextlib.contextmanager
-    def forking(self) -> Generator[None]:
-        """Keep this thread's server while inside, and end it afterwards."""
-        try:
-            yield
-        finally:
-            self.server = None
+    def close(self) -> None:
+        """End the server."""
+        self.server = None
 
 
 HERE = Place()
 
 
-def versions() -> dict[str, str]:
-    """Return the versions on which values and speeds depend."""
-    packages = {name: metadata.version(name).partition("+")[0] for name in ("torch", "lightning")}
-    return {**packages, "lightning_amp": sys.modules["lightning_amp"].__version__}
+def run_in_process(spec: Spec, tick: Callable[[], object]) -> Run:
+    """Train in a new process on this machine: see :func:`run_packed`."""
+    return run_packed(pack(spec), tick)
 
 
 def run_packed(header: dict[str, Any], tick: Callable[[], object] = lambda: None) -> Run:
@@ -98,7 +86,7 @@ def run_packed(header: dict[str, Any], tick: Callable[[], object] = lambda: None
     interrupted, and ends by itself when this process ends.
 
     Args:
-        header: The result of :func:`~lightning_amp.compare._spec.pack`, unpickled.
+        header: The result of :func:`~lightning_amp.compare._spec.pack`.
         tick: Is called while the run trains, several times a second.
 
     Raises:
@@ -120,8 +108,8 @@ def run_packed(header: dict[str, Any], tick: Callable[[], object] = lambda: None
         except OSError:  # another machine, which does not share the folder
             header["folder"], log = name, folder / "output.log"
         log.write_bytes(b"")
-        (folder / "spec.pickle").write_bytes(pickle.dumps(header))
-        process = _start(name, str(log.absolute()), environment, header)
+        (folder / "spec.pickle").write_bytes(pickle.dumps({**header, "log": str(log.absolute())}))
+        process = _start(name, environment, header["path"])
         try:
             while (code := process.poll()) is None:
                 if HERE.stop is not None and HERE.stop.is_set():
@@ -135,24 +123,21 @@ def run_packed(header: dict[str, Any], tick: Callable[[], object] = lambda: None
     return replace(run, host=platform.node(), started_at=started, ended_at=time.time())
 
 
-def _start(
-    folder: str, log: str, environment: dict[str, str], header: Mapping[str, Any]
-) -> subprocess.Popen[bytes] | Server:
-    # outside of Linux frameworks do not survive a fork
-    if sys.platform == "linux" and header["one_process"]:
-        fork = HERE.fork(folder, log, (environment, header["path"], os.getcwd()))
-        if fork is not None:
-            return fork
-    with open(log, "wb") as output:
-        return subprocess.Popen(
-            [sys.executable, _CHILD, folder],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            # Ctrl-C must not reach the arm: Lightning would end the run early, as if it had finished
-            start_new_session=True,
-        )
+def _start(folder: str, environment: dict[str, str], path: list[str]) -> subprocess.Popen[bytes] | Server:
+    if sys.platform != "linux":  # where frameworks do not survive a fork
+        return _new_process([folder], environment)
+    key = environment, path, os.getcwd()
+    if HERE.server is None or HERE.server.key != key or not HERE.server.fork(folder):
+        HERE.server = Server(key)
+        HERE.server.fork(folder)
+    return HERE.server
+
+
+def _new_process(arguments: list[str], environment: dict[str, str], **pipes: Any) -> subprocess.Popen[bytes]:
+    # Ctrl-C must not reach the arm: Lightning would end the run early, as if it had finished
+    settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    started: Any = subprocess.Popen([sys.executable, _CHILD, *arguments], env=environment, **settings | pipes)
+    return started
 
 
 def _kill(process: subprocess.Popen[bytes] | Server) -> None:
@@ -164,6 +149,43 @@ def _kill(process: subprocess.Popen[bytes] | Server) -> None:
             else:
                 os.kill(process.pid, signal.SIGTERM)
         time.sleep(0.01)
+
+
+@final
+class Server:
+    """A process that has imported torch and Lightning, which takes seconds, and forks one run after the other.
+
+    While a run trains, it has the methods of a `Popen` of that run. `multiprocessing` has such a server as well. It
+    imports the user's script in each child, the workers of Dask may not start its processes, and its environment is
+    the environment of its first use.
+
+    Args:
+        key: The environment, `sys.path` and current folder. Runs with another key need another server.
+
+    """
+
+    def __init__(self, key: tuple[dict[str, str], list[str], str]) -> None:
+        self.key, self.pid = key, 0
+        self._code: int | None = None
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        self._process: Any = _new_process(["--serve", json.dumps(key[1])], key[0], **pipes)
+
+    def fork(self, folder: str) -> bool:
+        """Start the run in `folder`; return whether the server lives."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{folder}\n".encode())
+        self.pid, self._code = int(self._process.stdout.readline() or 0), None
+        return self.pid > 0
+
+    def poll(self) -> int | None:
+        """Return the exit status of the run; `None` while it runs. A server that died took its run with it."""
+        if self._code is None and select.select([self._process.stdout], [], [], 0)[0]:
+            self._code = int(self._process.stdout.readline() or -signal.SIGKILL)
+        return self._code
+
+    def __del__(self) -> None:
+        with self._process:  # closes the pipes, and waits
+            self._process.kill()
 
 
 def _outcome(header: Mapping[str, Any], folder: Path, log: Path, code: int) -> Run:
@@ -188,60 +210,39 @@ def _signal_name(code: int) -> str | None:
     return names.get(-code, f"signal {-code}") if code < 0 else None
 
 
-# -- forks -------------------------------------------------------------------------------------------------------------
+# -- on an executor ----------------------------------------------------------------------------------------------------
 
 
-@final
-class Server:
-    """A process that has imported torch and Lightning, which takes seconds, and forks one run after the other.
+def run_on(executor: Any, specs: Sequence[Spec]) -> Iterator[Run]:
+    """Train on the workers of an executor, and return each run when it has ended.
 
-    While a run trains, it has the methods of a `Popen` of that run. `multiprocessing` has such a server as well. It
-    imports the user's script in each child, the workers of Dask may not start its processes, and its environment is
-    the environment of its first use.
-
-    Args:
-        key: The environment, `sys.path` and current folder. Runs with another key need another server.
-
+    A worker that dies, refuses or has other packages is a failed run, and the others go on. If this is interrupted, no
+    run is queued or runs afterwards, as far as the executor allows.
     """
-
-    def __init__(self, key: tuple[dict[str, str], list[str], str]) -> None:
-        self.key, self.pid = key, 0
-        self._code: int | None = None
-        self._process = subprocess.Popen(
-            [sys.executable, _CHILD, "--serve", json.dumps(key[1])],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=key[0],
-            start_new_session=True,  # Ctrl-C must not reach it
-        )
-
-    def fork(self, folder: str, log: str) -> bool:
-        """Start the run in `folder`, whose output goes to `log`; return whether the server lives."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(f"{json.dumps([folder, log])}\n".encode())
-            self.pid, self._code = int(self._process.stdout.readline() or 0), None
-        except BrokenPipeError:
-            self.pid = 0
-        return self.pid > 0
-
-    def poll(self) -> int | None:
-        """Return the exit status of the run; `None` while it runs. A server that died took its run with it."""
-        out = self._process.stdout
-        assert out is not None
-        if self._code is None and select.select([out], [], [], 0)[0]:
-            self._code = int(out.readline() or -signal.SIGKILL)
-        return self._code
-
-    def __del__(self) -> None:
-        with self._process:  # closes the pipes, and waits
-            self._process.kill()
+    jobs: dict[int, Any] = {}
+    try:
+        for number, spec in enumerate(specs):
+            jobs[number] = executor.submit(pickle.loads, pickle.dumps(Call(pack(spec))))
+        while jobs:
+            ended = [number for number, job in jobs.items() if job.done()]
+            for number in ended:
+                yield _run_of(jobs.pop(number), specs[number])
+            time.sleep(0 if ended else _POLL_S)
+    finally:
+        for job in jobs.values():
+            with contextlib.suppress(Exception):
+                job.cancel()
+        deadline = time.monotonic() + _STOP_WITHIN_S
+        while time.monotonic() < deadline and not all(job.done() for job in jobs.values()):
+            time.sleep(_POLL_S)
 
 
-# -- on a worker -------------------------------------------------------------------------------------------------------
+def _run_of(job: Any, spec: Spec) -> Run:
+    try:
+        return from_data(Run, job.result())
+    except (Exception, asyncio.CancelledError) as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return Run(spec.label, spec.seed, error=f"its worker was lost or refused it: {text[:300]}")
 
 
 @final
@@ -252,16 +253,15 @@ class Call:
     call ends, and the caller would wait for ever.
     """
 
-    def __init__(self, packed: bytes) -> None:
-        self._packed = packed
+    def __init__(self, header: dict[str, Any]) -> None:
+        self._header = header
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return train_packed, (self._packed,)
+        return train_packed, (self._header,)
 
 
-def train_packed(packed: bytes) -> dict[str, Any]:
+def train_packed(header: dict[str, Any]) -> dict[str, Any]:
     """Train in a process of this worker, and return the data of the run."""
-    header = pickle.loads(packed)
     wanted, here = header["versions"], versions()
     wrong = [f"{name} is {here[name]}, not {version}" for name, version in wanted.items() if here[name] != version]
     if wrong:

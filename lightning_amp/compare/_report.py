@@ -17,7 +17,7 @@ from typing_extensions import final, override
 from lightning_amp._files import open_text, write_atomically
 from lightning_amp.compare import _words
 from lightning_amp.compare._arm import Arm, ArmMetric
-from lightning_amp.compare._directions import direction_of
+from lightning_amp.compare._checks import direction_of
 from lightning_amp.compare._run import CONTROL, Plan, Run, from_data, to_data
 from lightning_amp.compare._stats import ALPHA, Difference, Direction, Verdict, resolution_of, verdicts
 from lightning_amp.measure import SpeedComparison, paired_log_ratio
@@ -52,13 +52,10 @@ class PrecisionReport:
 
     def __init__(self, plan: Plan, runs: Iterable[Run]) -> None:
         self.plan = plan
-        found: dict[tuple[str, int], Run] = {}
-        for run in runs:
-            if (run.label, run.seed) in found:
-                raise ValueError(
-                    f"`runs` must hold one run of each arm and seed, got two of {run.label!r}, {run.seed}."
-                )
-            found[run.label, run.seed] = run
+        runs = list(runs)
+        found = {(run.label, run.seed): run for run in runs}
+        if len(found) < len(runs):
+            raise ValueError("`runs` must hold one run of each arm and seed, got two of one.")
         self._runs = [
             found.get((label, seed), Run(label, seed, error=_NO_RECORD)) for seed in plan.seeds for label in plan.labels
         ]
@@ -179,8 +176,8 @@ class PrecisionReport:
         found: dict[str, Direction | None] = {}
         for name in dict.fromkeys(name for run in self._runs for name in run.curves):
             known: Direction | None = next((run.directions[name] for run in self._runs if name in run.directions), None)
-            margin = self.plan.margins.get(name)
-            found[name] = known or (margin.direction if margin is not None else None) or direction_of(name)
+            given = self.plan.margins[name].direction if name in self.plan.margins else None
+            found[name] = known or given or direction_of(name)
         return found
 
     def _verdicts(self) -> dict[tuple[str, str], Verdict]:
@@ -188,7 +185,6 @@ class PrecisionReport:
 
         The control is judged separately, because it is not a candidate.
         """
-        same = _seeds_of_one_run(self._of[self.plan.reference])
         found: dict[tuple[str, str], Verdict] = {}
         for labels in ([label for label in self.plan.arms if label != self.plan.reference], [CONTROL]):
             found |= verdicts(
@@ -200,9 +196,10 @@ class PrecisionReport:
                     if name in self.plan.margins and way is not None
                 }
             )
-        if not same:
+        reference = [logged for run in self._of[self.plan.reference] if (logged := _logged(run))]
+        if len(set(reference)) == len(reference):
             return found
-        because = f"the reference is the same run with seeds {same}, so that they are not independent pairs"
+        because = "two seeds give the same run of the reference, so that they are not independent pairs"
         return {key: replace(verdict, claim="undecided", because=because) for key, verdict in found.items()}
 
     def _arm(self, label: str, judged: Mapping[tuple[str, str], Verdict]) -> Arm:
@@ -324,17 +321,6 @@ class PrecisionReport:
         found = SpeedComparison.of(ratios, 1 - 2 * ALPHA)
         control = self._speed(CONTROL)[0] if self.plan.control and label != CONTROL else None
         return (found.widened(control.ratio) if control is not None and control.differs else found), ""
-
-
-def _seeds_of_one_run(reference: list[Run]) -> str:
-    """Name two seeds with equal losses and metrics. They show that nothing in the run depends on the seed."""
-    seen: dict[object, int] = {}
-    for run in reference:
-        key = _logged(run)
-        if key in seen:
-            return f"{seen[key]} and {run.seed}"
-        seen.update({key: run.seed} if key else {})
-    return ""
 
 
 def _logged(run: Run) -> tuple[tuple[float, ...], ...]:

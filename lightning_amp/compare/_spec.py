@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.machinery
 import inspect
 import os
-import pickle
 import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,10 +25,9 @@ from typing_extensions import final
 from lightning_amp._arguments import require
 from lightning_amp.casting import parse_precision
 from lightning_amp.compare._describe import shown
-from lightning_amp.compare._process import versions
-from lightning_amp.compare._run import CONTROL, Margin
-from lightning_amp.compare._settings import process_settings
+from lightning_amp.compare._run import CONTROL
 from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
+from lightning_amp.tracing import fp32_switches
 
 
 @final
@@ -45,7 +44,6 @@ class Spec:
         make_data: Makes the LightningDataModule.
         trainer_kwargs: The arguments of the Trainer.
         folder: Where the training writes its files.
-        margins: Metrics that the first validation has to log.
 
     """
 
@@ -57,7 +55,6 @@ class Spec:
     make_data: Callable[[], LightningDataModule] | None = None
     trainer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     folder: str = ""
-    margins: Mapping[str, Margin] = field(default_factory=dict)
 
     @property
     def description(self) -> str:
@@ -98,7 +95,8 @@ def parse_arms(precisions: object, strategy: Any = "auto") -> dict[str, Spec]:
         if label in arms:
             advice = "a mapping gives each arm a label: `{'bf16, head in fp32': dict(precision='bf16', ...)}`"
             raise ValueError(f"`precisions` must have different labels, got {label!r} twice; {advice}.")
-        arms[label] = _made(label, value, strategy)
+        arms[label] = make_arm(f"precisions[{label!r}]", label, value, strategy)
+        check_travels(f"precisions[{label!r}]", arms[label], "Pass the arguments of `AmpPrecision` as a dict.")
     return arms
 
 
@@ -109,9 +107,13 @@ def _label(value: object) -> str:
     return str(value)
 
 
-def _made(label: str, value: Any, strategy: Any) -> Spec:
-    """Return an arm whose plugin was made and pickled, so that a mistake raises an error before anything runs."""
-    name = f"precisions[{label!r}]"
+def make_arm(name: str, label: str, value: Any, strategy: Any = "auto") -> Spec:
+    """Return an arm whose plugin was made once, so that a mistake raises an error before anything runs.
+
+    Raises:
+        ValueError: If the argument `name` is not a precision, a plugin or arguments of `AmpPrecision`.
+
+    """
     if isinstance(value, type) and issubclass(value, Precision):
         raise ValueError(f"`{name}` must be a plugin, got the class {value.__name__}. Make one of it.")
     source = dict(value) if isinstance(value, Mapping) else value
@@ -124,7 +126,6 @@ def _made(label: str, value: Any, strategy: Any) -> Spec:
         raise ValueError(f"`{name}`: {text}. The arguments of `AmpPrecision` are {legal}.") from error
     except ValueError as error:
         raise ValueError(f"`{name}`: {error}") from error
-    check_travels(name, spec, "Pass the arguments of `AmpPrecision` as a dict.")
     return spec
 
 
@@ -154,8 +155,6 @@ def check_factory(argument: str, factory: Any, kind: type) -> None:
             f"`{argument}` must be callable without arguments; {name!r}: {error}. Write a function that passes them:"
             f" `lambda: {name}(...)`."
         ) from error
-    except ValueError:  # a builtin without a signature
-        pass
     check_travels(argument, factory, "Make what it holds inside of it.")
 
 
@@ -196,12 +195,9 @@ def dumps(value: Any, *factories: Any) -> bytes:
         return cloudpickle.dumps(value)
 
 
-def pack(spec: Spec) -> bytes:
-    """Return a training as bytes, with the settings of this process."""
-    kwargs = spec.trainer_kwargs
-    # `devices="auto"` may be several, but then Lightning starts all other ranks as new processes
-    alone = kwargs.get("strategy", "auto") == "auto" and kwargs.get("devices", "auto") in ("auto", 1, "1")
-    header = {
+def pack(spec: Spec) -> dict[str, Any]:
+    """Return a training as plain data and bytes, with the settings of this process."""
+    return {
         "label": spec.label,
         "seed": spec.seed,
         "folder": spec.folder,
@@ -210,9 +206,43 @@ def pack(spec: Spec) -> bytes:
         "settings": process_settings(),
         "versions": versions(),
         "host": platform.node(),
-        "one_process": alone and kwargs.get("num_nodes", 1) == 1,
     }
-    return pickle.dumps(header)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions on which values and speeds depend."""
+    packages = {name: metadata.version(name).partition("+")[0] for name in ("torch", "lightning")}
+    return {**packages, "lightning_amp": sys.modules["lightning_amp"].__version__}
+
+
+def process_settings() -> dict[str, Any]:
+    """Return the settings of this process that change the speed or the bits of torch: threads, TF32 and others.
+
+    A script may set them at its top, so its runs need the same settings in other processes. The states of random
+    generators are not included.
+    """
+    return {
+        "num_threads": torch.get_num_threads(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "fp32_precision": [switch.fp32_precision for switch in fp32_switches()],
+    }
+
+
+def apply_settings(settings: Mapping[str, Any]) -> None:
+    """Set the settings of another process."""
+    if torch.get_num_threads() != settings["num_threads"]:
+        torch.set_num_threads(settings["num_threads"])
+    torch.set_default_dtype(getattr(torch, settings["default_dtype"]))
+    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["deterministic_warn_only"])
+    torch.backends.cudnn.benchmark = settings["cudnn_benchmark"]
+    torch.backends.cudnn.deterministic = settings["cudnn_deterministic"]
+    for switch, wanted in zip(fp32_switches(), settings["fp32_precision"], strict=True):
+        if switch.fp32_precision != wanted:
+            switch.fp32_precision = wanted
 
 
 def _module_name(factory: Any) -> str:

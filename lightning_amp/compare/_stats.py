@@ -18,7 +18,6 @@ from typing import Literal, TypeVar
 from typing_extensions import final, override
 
 from lightning_amp._text import counted, rounded
-from lightning_amp.measure import SpeedComparison
 
 Direction = Literal["min", "max"]
 """Whether small values of a metric are better (a loss), or large values (an accuracy)."""
@@ -112,20 +111,15 @@ class Difference:
     def obstacle(self, margin: float) -> str:
         """Return the reason why these costs decide nothing, whatever their values; empty if they can decide."""
         count, lost = len(self.values), self.num_lost
-        if lost and not count:
-            return f"a run failed or is missing with {'the only seed' if lost == 1 else f'all {lost} seeds'}"
-        if lost:
-            part = _part(lost, lost + count)
-            return f"a run failed or is missing with {part}, and judging only the other seeds would bias the result"
-        if not count:
-            return "there is no pair of runs"
+        if lost or not count:
+            biased = ", and judging only the other seeds would bias the result" if count else ""
+            return f"a run failed or is missing with {_part(lost, lost + count)}{biased}"
         if self.num_reference_not_finite:
             return f"the reference itself is not finite with {_part(self.num_reference_not_finite, count)}"
         if self.num_not_finite and (self.num_not_finite < count or count < LEAST_PAIRS):
             return f"not finite with {_part(self.num_not_finite, count)}"
         if count < LEAST_PAIRS:
-            few = "one seed never decides" if count == 1 else "two seeds never decide"
-            return f"{few}, it takes at least three; mean cost {rounded(self.mean or 0.0)}, margin {rounded(margin)}"
+            return f"it takes at least three seeds; mean cost {rounded(self.mean or 0.0)}, margin {rounded(margin)}"
         if not self.num_not_finite and not self.resolution:
             return "the metric never changed, in any run, so equal values show nothing"
         return ""
@@ -200,17 +194,13 @@ class Verdict:
             text += f"; enough for one comparison, not for {self.num_comparisons} at once"
         if self.seeds_needed is None:
             return f"{text}; with a margin of 0 no number of seeds shows that an arm is not worse, unless it is better"
-        return f"{text}; it takes {in_words(self.seeds_needed)} seeds"
+        about = f"about {self.seeds_needed}" if self.seeds_needed <= _MOST_SEEDS else f"more than {_MOST_SEEDS:,}"
+        return f"{text}; it takes {about} seeds"
 
     @override
     def __str__(self) -> str:
         reason = self.reason
         return f"{self.claim}: {reason}" if reason else self.claim
-
-
-def in_words(num_seeds: float) -> str:
-    """Write how many seeds are needed: `about 12`, `more than 1,000`."""
-    return f"more than {_MOST_SEEDS:,}" if num_seeds > _MOST_SEEDS else f"about {num_seeds}"
 
 
 def verdicts(questions: Mapping[_Key, tuple[Difference, Direction, float]]) -> dict[_Key, Verdict]:
@@ -249,22 +239,20 @@ def _p_values(cost: Difference, margin: float) -> tuple[float, float]:
 def _decide(
     cost: Difference, margin: float, alone: tuple[float, float], together: tuple[float, float], num_comparisons: int
 ) -> Verdict:
-    count, obstacle = len(cost.values), cost.obstacle(margin)
-    if obstacle:
-        return Verdict("undecided", cost.mean, cost.sd, margin=margin, num_pairs=count, because=obstacle)
+    count = len(cost.values)
+    verdict = Verdict("undecided", cost.mean, cost.sd, margin=margin, num_pairs=count, because=cost.obstacle(margin))
+    if verdict.because:
+        return verdict
     if cost.num_not_finite:
-        because = f"not finite with all {count} seeds, where the reference is finite"
-        return Verdict("worse", cost.mean, cost.sd, margin=margin, num_pairs=count, because=because)
+        return replace(
+            verdict, claim="worse", because=f"not finite with all {count} seeds, where the reference is finite"
+        )
     side = int(alone[1] < alone[0])  # the two claims exclude each other
-    claims: tuple[Claim, Claim] = "not worse", "worse"
     is_decided = together[side] <= ALPHA
-    return Verdict(
-        claims[side] if is_decided else "undecided",
-        cost=cost.mean,
-        sd=cost.sd,
+    return replace(
+        verdict,
+        claim=("not worse", "worse")[side] if is_decided else "undecided",
         bounds=cost.bounds,
-        margin=margin,
-        num_pairs=count,
         p_value=alone[side],
         adjusted_p_value=together[side],
         num_comparisons=num_comparisons,
@@ -313,16 +301,6 @@ def seeds_needed(sd: float, distance: float, num_comparisons: int = 1) -> float:
     ndtri = scipy_special().ndtri
     ratio = (float(ndtri(_POWER)) - float(ndtri(ALPHA / num_comparisons))) * sd / distance if distance > 0 else math.inf
     return max(LEAST_PAIRS, math.ceil(ratio * ratio)) if math.isfinite(ratio * ratio) else math.inf
-
-
-def seeds_for_speed(speed: SpeedComparison) -> float:
-    """Return about how many seeds decide a speed that is undecided: faster, slower, or the same within 5 %."""
-    if speed.low is None or speed.high is None:
-        return LEAST_PAIRS
-    count, log_ratio = speed.num_repetitions, abs(math.log(speed.ratio))
-    reach = float(scipy_special().stdtrit(count - 1, 1 - ALPHA)) / math.sqrt(count)
-    sd = math.log(speed.high / speed.low) / 2 / reach
-    return max(count + 1, seeds_needed(sd, max(log_ratio, math.log(1.05) - log_ratio)))
 
 
 def scipy_special() -> ModuleType:

@@ -15,8 +15,8 @@ from typing_extensions import final
 from lightning_amp import _messages
 from lightning_amp._arguments import require
 from lightning_amp._files import child, location, open_text, write_atomically
-from lightning_amp.compare._process import versions
 from lightning_amp.compare._run import Run, from_data, to_data
+from lightning_amp.compare._spec import versions
 
 _FORMAT = 3
 """Is written into each file, so that files of another format are not read."""
@@ -31,6 +31,9 @@ class Store:
         settings: The settings that all runs share, each as a text.
         arms: The settings of each arm as a text, by label.
 
+    Attributes:
+        folder: The folder; `None` if it is not on this machine.
+
     Raises:
         OSError: If the folder cannot be made.
 
@@ -41,9 +44,10 @@ class Store:
         require(fine, "dirpath", "a folder, its URL", dirpath, none="or `None`")
         self._dirpath, self._folder = str(dirpath), location(dirpath, "dirpath")
         self._settings = {label: {f"precisions[{label!r}]": arm, **settings} for label, arm in arms.items()}
+        self.folder: Path | None = None
         if isinstance(self._folder, Path):
-            self._folder = self._folder.absolute()
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder = self._folder = self._folder.absolute()
+            self.folder.mkdir(parents=True, exist_ok=True)
 
     def load(self, label: str, seed: int, *, failed: bool = False) -> Run | None:
         """Return a kept run; `None` if there is none, if its file is torn, or if it failed, unless `failed` is true.
@@ -64,11 +68,11 @@ class Store:
         pairs = [(part, theirs.get(part), mine) for part, mine in self._settings[label].items()]
         if run.finished:
             pairs += [(part, run.versions.get(part, "").partition("+")[0], mine) for part, mine in versions().items()]
-        wrong = ["its `{}`: {}, not {}".format(part, *_differing(str(a), str(b))) for part, a, b in pairs if a != b]
+        wrong = [f"its `{part}`" for part, theirs, mine in pairs if theirs != mine]
         if wrong:
             raise ValueError(
                 f"`dirpath` must be a folder of this comparison, or a new one; {self._dirpath!r} has another comparison"
-                f" ({'; '.join(wrong)}, in {name}). Use another folder, or remove that one."
+                f" ({', '.join(wrong)} in {name} differs). Use another folder, or remove that one."
             )
         return run if run.finished or failed else None
 
@@ -84,11 +88,6 @@ class Store:
                 " will be complete; but a later call could not continue from here."
             )
 
-    @property
-    def folder(self) -> Path | None:
-        """Return the folder; `None` if it is not on this machine."""
-        return self._folder if isinstance(self._folder, Path) else None
-
 
 def file_name(label: str, seed: int) -> str:
     """Return a name that every file system accepts, and that no other label has."""
@@ -96,10 +95,3 @@ def file_name(label: str, seed: int) -> str:
     if simple != label:
         simple = f"{simple}-{hashlib.sha256(label.encode()).hexdigest()[:6]}".strip("-")
     return f"{simple}-seed{seed}"
-
-
-def _differing(one: str, other: str, most: int = 200) -> list[str]:
-    """Return the parts of two long texts in which they differ."""
-    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    start = max(0, same - 60) if max(len(one), len(other)) > most else 0
-    return [f"{'...' * (start > 0)}{text[start : start + most]}" for text in (one, other)]

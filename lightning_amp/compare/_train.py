@@ -28,10 +28,9 @@ from lightning_amp.callbacks import MetricComparison, ScaleMonitor
 from lightning_amp.casting import our_name
 from lightning_amp.compare._local_devices import visible_devices
 from lightning_amp.compare._observer import Observer
-from lightning_amp.compare._process import RESULT, versions
+from lightning_amp.compare._process import RESULT
 from lightning_amp.compare._run import Point, Run, to_data
-from lightning_amp.compare._settings import apply_settings
-from lightning_amp.compare._spec import Spec
+from lightning_amp.compare._spec import Spec, apply_settings, versions
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import ScaleHistory
 from lightning_amp.tracing import reduces_fp32
@@ -42,7 +41,7 @@ def main(folder: str, header: Mapping[str, Any], started: float) -> None:
 
     Args:
         folder: Gets the record.
-        header: The result of :func:`~lightning_amp.compare._spec.pack`, unpickled.
+        header: The result of :func:`~lightning_amp.compare._spec.pack`.
         started: The time at which the process began, as `time.time()`.
 
     """
@@ -64,7 +63,7 @@ def _name_what_came_by_value() -> None:
 
 def train(spec: Spec, started: float, work_folder: str = "") -> Run:
     """Train as a user would by hand, and return the record of the run."""
-    observer = Observer(spec.margins)
+    observer = Observer()
     trainer: Trainer | None = None
     error: str | None = None
     try:

@@ -12,7 +12,7 @@ from lightning_amp._plain_data import Table, code, line
 from lightning_amp._text import counted, exact, listed, memory, rounded
 from lightning_amp.compare._arm import Arm, ArmMetric, mean
 from lightning_amp.compare._run import CONTROL, Plan, Run
-from lightning_amp.compare._stats import INTERVAL, LEAST_PAIRS, Difference, in_words, seeds_for_speed
+from lightning_amp.compare._stats import INTERVAL, LEAST_PAIRS, Difference
 
 NONE = "-"
 
@@ -92,7 +92,7 @@ def _arm_cells(arm: Arm) -> dict[str, str]:
         else f"{speeds.median:,.0f}"
         if speeds.median >= 100
         else rounded(speeds[1]),
-        "ms per step": f"{in_ms[1]} ({in_ms[0]} to {in_ms[2]})" if in_ms else NONE,
+        "ms per step (middle half)": f"{in_ms[1]} ({in_ms[0]} to {in_ms[2]})" if in_ms else NONE,
         "peak memory": NONE if peak is None else memory(peak),
         "steps applied": f"{arm.num_steps:,}",
         "steps skipped": f"{arm.num_skipped:,}",
@@ -134,8 +134,6 @@ def notes(plan: Plan, arms: Mapping[str, Arm]) -> list[str]:
     lines = [f"{counted(len(plan.arms), 'arm')}, {seeds}, {code(plan.make_module)} on {code(plan.make_data)}."]
     if plan.num_seeds > 1:
         lines.append(f"In brackets after a difference or a speed is its {INTERVAL} over the seeds.")
-    else:
-        lines.append("One seed never decides: training is chaotic, and two runs of one precision differ as well.")
     if plan.control:
         lines.append(
             "The control is the reference with its initial weights moved in their last bit. Its difference is"
@@ -147,8 +145,6 @@ def notes(plan: Plan, arms: Mapping[str, Arm]) -> list[str]:
                 f"The machine was busy: the control, which computes the same as the reference, was {speed}. So every"
                 " interval of a speed is wider by that factor."
             )
-    if any(arm.step_s is not None for arm in arms.values()):
-        lines.append("Times are medians of steady training steps, with their middle half.")
     memory_of = {arm.memory_of for arm in arms.values()} - {None}
     if memory_of:
         whose = "the device's own count" if memory_of == {"device"} else "the memory of tensors on the CPU"
@@ -175,22 +171,25 @@ def recommend(arms: Sequence[Arm]) -> tuple[str | None, list[str]]:
 
     """
     reference, others = arms[0], [arm for arm in arms[1:] if not arm.is_control]
-    obstacle = _obstacle(reference, others)
+    name, obstacle = code(reference.label), _obstacle(reference, others)
     if obstacle:
-        return None, [f"No recommendation: {obstacle}.", *_speeds(others)]
-    fine = [arm for arm in others if arm.is_fine]
-    gaining = [arm for arm in fine if _gains(arm, reference)]
-    open_ = [arm for arm in others if arm.finished and not arm.is_fine and not arm.judged("worse")]
-    open_ += [arm for arm in fine if _ratio(arm) is None]
+        return None, [f"No recommendation: {obstacle}."]
+    gaining = {arm.label: (arm, gain) for arm in others if arm.is_fine and (gain := _gain(arm, reference))}
+    open_ = {arm.label: question for arm in others if (question := _question(arm))}
     if gaining:
-        arm = max(gaining, key=lambda arm: (_ratio(arm) or 0.0, -_memory_ratio(arm, reference)))
-        reasons = f"{', '.join(_gains(arm, reference))} and is not worse in {_names(arm.judged())} within the margin"
-        return arm.label, [f"Use {code(arm.label)}: it {reasons}.", _what_would_change(arm, open_)]
-    name = code(reference.label)
+        best, gain = max(
+            gaining.values(), key=lambda found: (_ratio(found[0]) or 0.0, -(found[0].peak_memory_bytes or 0))
+        )
+        reasons = f"{gain} and is not worse in {_names(best.judged())} within the margin"
+        limits = [(metric.name, metric.verdict.bounds) for metric in best.judged()]
+        known = [f"{rounded(bounds[1])} in {code(metric)}" for metric, bounds in limits if bounds and bounds[1] > 0]
+        changes = f"A margin below {' or '.join(known)} would" if known else "Other data or longer training could"
+        also = f"; {listed(list(map(code, open_)))} may be better, but this is not decided yet" if open_ else ""
+        return best.label, [f"Use {code(best.label)}: it {reasons}.", f"{changes} change that{also}."]
     if open_:
-        return None, [f"Stay with {name} for now: {'; '.join(_question(arm, reference) for arm in open_)}."]
-    reasons = "; ".join(_why_not(arm, reference) for arm in others)
-    if fine:
+        return None, [f"Stay with {name} for now: {'; '.join(open_.values())}."]
+    reasons = "; ".join(_why_not(arm) for arm in others)
+    if any(arm.is_fine for arm in others):
         remedy = "A larger model, or a device that computes in half precision, could change that."
     elif any(arm.finished for arm in others):
         remedy = "Larger margins could change that, or an arm with `fp32_modules`."
@@ -213,93 +212,43 @@ def _obstacle(reference: Arm, others: Sequence[Arm]) -> str:
         example = code((known or list(reference.metrics))[0])
         few = ", and run at least three seeds" if len(reference.runs) < LEAST_PAIRS else ""
         return f"no margin says what a precision may cost; give one, for example 0.01 for {example}{few}"
-    lost = reference.not_finite_in
-    return f"{_names(lost)} of the reference, {name}, is not finite" if lost else ""
+    return ""
 
 
-def _question(arm: Arm, reference: Arm) -> str:
-    """Write what is not known about an arm, and what would decide it."""
-    name = code(arm.label)
-    if arm.errors:
-        seeds = list(arm.errors)
-        word, has = ("seed", "has") if len(seeds) == 1 else ("seeds", "have")
-        return f"{name} failed with {word} {listed([str(seed) for seed in seeds])}, which {has} to run again"
-    if arm.not_finite_in:
-        return f"{name} is not finite in {_names(arm.not_finite_in)}; `OverflowLocator` shows where"
-    undecided = arm.judged("undecided")
+def _question(arm: Arm) -> str:
+    """Write what is not known about an arm, and what would decide it; empty if the arm is decided."""
+    name, undecided = code(arm.label), arm.judged("undecided")
+    if not arm.finished or arm.judged("worse") or (not undecided and _ratio(arm) is not None):
+        return ""
     if undecided:
-        needed = [metric.verdict.seeds_needed for metric in undecided if metric.verdict.seeds_needed is not None]
-        few = any(metric.verdict.num_pairs < LEAST_PAIRS for metric in undecided)
-        if reference.errors:
-            how = "failed runs of the reference have to run again"
-        elif few:
-            how = "it takes at least three seeds"
-        else:
-            how = f"run {in_words(max(needed))} seeds, or allow more" if needed else undecided[0].verdict.because
-        return f"{name} is undecided in {_names(undecided)}: {how or 'allow more'}"
-    less = _less_memory(arm, reference)
-    known = f"{name} is not worse{f' and {less}' if less else ''}, but its speed"
-    if arm.speed is None:
-        return f"{known} was not compared: {arm.not_compared}"
-    if arm.speed.claim == "one run":
-        return f"{known} was measured with one seed only ({arm.speed})"
-    interval = f" ({arm.speed.interval})" if arm.speed.interval else ""
-    return f"{known} is undecided{interval}: run {in_words(seeds_for_speed(arm.speed))} seeds"
+        return f"{name} is undecided in {_names(undecided)}: {undecided[0].verdict.reason}"
+    return f"{name} is not worse, but {arm.speed or f'its speed was not compared: {arm.not_compared}'}"
 
 
-def _why_not(arm: Arm, reference: Arm) -> str:
+def _why_not(arm: Arm) -> str:
     name, worse = code(arm.label), arm.judged("worse")
     if not arm.finished:
         return f"{name} {_failure(arm)}"
     if worse:
-        steps = arm.num_skipped + arm.num_steps
-        skipped = f", and skipped {arm.num_skipped:,} of {steps:,} steps" if arm.num_skipped else ""
-        return f"{name} is worse in {_names(worse)}{skipped}"
-    if arm.speed is None or arm.speed.claim != "slower":
-        return f"{name} is not worse, but neither faster nor smaller"
-    less = _less_memory(arm, reference)
-    return f"{name} is not worse, but {arm.speed}{f', though it {less}' if less else ''}"
+        return f"{name} is worse in {_names(worse)}"
+    is_slower = arm.speed is not None and arm.speed.claim == "slower"
+    return f"{name} is not worse, but {arm.speed if is_slower else 'neither faster nor smaller'}"
 
 
-def _gains(arm: Arm, reference: Arm) -> list[str]:
-    """Write the gains of an arm, and the additional memory that they cost; empty without a gain."""
-    ratio, less = _memory_ratio(arm, reference), _less_memory(arm, reference)
-    if arm.speed is None or _ratio(arm) is None or arm.speed.claim == "slower":
-        return []
-    if arm.speed.claim == "faster":
-        more = less or (f"needs {100 * (ratio - 1):.0f} % more memory" if ratio >= 1 / _SMALLER else "")
-        return [f"is {arm.speed.in_words('the reference')}", *([more] if more else [])]
-    return [less, f"is {arm.speed.in_words('the reference')}"] if less else []
-
-
-def _what_would_change(arm: Arm, open_: Sequence[Arm]) -> str:
-    """Write which margins would change the verdict, and which arms are not decided yet."""
-    limits = [(metric, metric.verdict.bounds) for metric in arm.judged()]
-    bounds = [f"{rounded(b[1])} in {code(metric.name)}" for metric, b in limits if b is not None and b[1] > 0]
-    parts = [f"A margin below {' or '.join(bounds)} would change that"] if bounds else []
-    if open_:
-        parts.append(f"{listed([code(other.label) for other in open_])} may be better, but this is not decided yet")
-    return f"{'; '.join(parts)}." if parts else "Other data or longer training could change that."
+def _gain(arm: Arm, reference: Arm) -> str:
+    """Write the gain of an arm in speed or memory; empty without one."""
+    own, theirs = arm.peak_memory_bytes, reference.peak_memory_bytes
+    ratio = own / theirs if own and theirs else 1.0
+    memory = f"needs {100 * abs(1 - ratio):.0f} % {'less' if ratio < 1 else 'more'} memory"
+    speed = f"is {arm.speed.in_words('the reference')}" if arm.speed else ""
+    if arm.speed is not None and arm.speed.claim == "faster":
+        return f"{speed}, {memory}" if not _SMALLER < ratio < 1 / _SMALLER else speed
+    return f"{memory}, {speed}" if arm.speed is not None and arm.speed.claim == "same" and ratio < _SMALLER else ""
 
 
 def _ratio(arm: Arm) -> float | None:
     """Return how many times as fast as the reference an arm is; `None` if that is undecided or was not measured."""
     return None if arm.speed is None else arm.speed.decided_ratio
-
-
-def _memory_ratio(arm: Arm, reference: Arm) -> float:
-    own, theirs = arm.peak_memory_bytes, reference.peak_memory_bytes
-    return own / theirs if own and theirs else 1.0
-
-
-def _less_memory(arm: Arm, reference: Arm) -> str:
-    ratio = _memory_ratio(arm, reference)
-    return f"needs {100 * (1 - ratio):.0f} % less memory" if ratio < _SMALLER else ""
-
-
-def _speeds(arms: Sequence[Arm]) -> list[str]:
-    known = [f"of {code(arm.label)}: {arm.speed}" for arm in arms if arm.speed is not None]
-    return [f"Measured speed {'; '.join(known)}."] if known else []
 
 
 def _failure(arm: Arm) -> str:

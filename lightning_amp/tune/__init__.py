@@ -6,7 +6,7 @@ Read `_find_batch_size.py` or `_find_fp32_modules.py` first.
 from lightning_amp.tune._batch_sizes import BatchSizeResult, BatchSizes, Measurement
 from lightning_amp.tune._find_batch_size import find_batch_size
 from lightning_amp.tune._find_fp32_modules import find_fp32_modules
-from lightning_amp.tune._fp32_rules import Fp32Rules, NothingHelps
+from lightning_amp.tune._fp32_search import Fp32Rules, NothingHelps
 
 __all__ = [
     "BatchSizeResult",

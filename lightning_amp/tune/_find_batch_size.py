@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from lightning_amp.compare import (
 )
 from lightning_amp.shadow import device_of_trainer
 from lightning_amp.tune._batch_size_run import (
-    NOT_OF_THE_BATCH_GIB,
     Facts,
     is_out_of_memory,
     measurement,
@@ -76,10 +76,8 @@ def find_batch_size(
     It is the size of one batch on one device: an optimizer step sees it times `accumulate_grad_batches` times the
     devices.
 
-    On a GPU, memory is the most that its allocator handed out. On a CPU it is the most that tensors held. On Linux the
-    growth of the process counts if it is more: from the making of the module on, less 0.125 GiB for libraries and this
-    measurement. It is measured on the batches of the run: if their size varies (sequences padded to the longest),
-    leave room.
+    On a GPU, memory is the most that its allocator handed out. On a CPU it is the most that tensors held. It is
+    measured on the batches of the run: if their size varies (sequences padded to the longest), leave room.
 
     Args:
         make_module: Returns a new LightningModule: its class, or a function without arguments. It travels by value.
@@ -122,7 +120,7 @@ def find_batch_size(
     with (
         tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as folder,
         Progress(3 * len(arms)) as shown,
-        HERE.forking(),
+        closing(HERE),
     ):
 
         def run(arm: Spec, size: int | None) -> tuple[Run, Facts]:
@@ -193,7 +191,7 @@ class Search:
     def _measure(self, size: int | None) -> int:
         """Train at a size, or at the user's own, add a point, and return the module's own size."""
         name = f"{self._arm.label}, {f'batch size {size:,}' if size else 'its own batch size'}"
-        self._shown.begin(name)
+        self._shown.set_description(name)
         run, facts = self._run(self._arm, size)
         if facts.refused:
             raise ValueError(facts.refused)
@@ -239,9 +237,7 @@ class Search:
     def _describe(self, best: Measurement) -> str:
         facts = self._facts[best.batch_size]
         held = f"{rounded(best.peak_gib)} of {rounded(self._limit_gib)} GiB"
-        if facts.device == "cpu":
-            is_process = facts.process_gib > 0 and best.peak_gib == facts.process_gib - NOT_OF_THE_BATCH_GIB
-            held += f" ({'growth of the process' if is_process else 'size of all tensors'})"
+        held += " (size of all tensors)" if facts.device == "cpu" else ""
         ends = best.batch_size == self._most
         which = f"all {best.batch_size:,} rows" if ends else f"{best.batch_size:,}"
         why = "the data is the limit, not memory" if ends else "memory is the limit"
@@ -250,9 +246,7 @@ class Search:
         more += f" An optimizer step sees {facts.per_step:,} such batches." if facts.per_step > 1 else ""
         return f"A batch of {which} holds {held}: {why}.{more}"
 
-    def _failed(self, why: str, size: int) -> LimitTooLowError | RunFailedError:
-        if self.points and largest_within(self.points, self._limit_gib) is None:  # such as BatchNorm at a single row
-            return LimitTooLowError(f"{self._too_low()} A batch of {size:,} failed: {why}.")
+    def _failed(self, why: str, size: int) -> RunFailedError:
         ran = listed([f"{point.batch_size:,}" for point in sorted(self.points)])
         at = (f" at batch size {size:,}" if size else "") + (f" (it ran at {ran})" if ran else "")
         return RunFailedError(f"Training in {self._arm.label} failed{at}: {why}.")
@@ -260,11 +254,10 @@ class Search:
     def _too_low(self) -> str:
         smallest = min(self.points)
         peak = f"holds {rounded(smallest.peak_gib)} GiB" if math.isfinite(smallest.peak_gib) else "runs out of memory"
-        given = self._given_gib is not None
+        limit = "The memory of the device" if self._given_gib is None else "`memory_limit_gib`"
         return (
-            f"{'`memory_limit_gib`' if given else 'The memory of the device'} must hold the smallest batch; in"
-            f" {self._arm.label} a batch of {smallest.batch_size:,} {peak}, and the limit is"
-            f" {rounded(self._limit_gib)} GiB. {'Raise it, or make' if given else 'Make'} the module smaller."
+            f"{limit} must hold the smallest batch; in {self._arm.label} a batch of {smallest.batch_size:,} {peak}, and"
+            f" the limit is {rounded(self._limit_gib)} GiB. Raise it, or make the module smaller."
         )
 
 

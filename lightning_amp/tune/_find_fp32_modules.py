@@ -13,12 +13,11 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning_amp._arguments import is_number, require
 from lightning_amp._text import counted, listed
 from lightning_amp.casting import Choice, parse_precision
-from lightning_amp.compare import check_trainer_names
+from lightning_amp.compare import check_trainer_names, make_arm
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import device_of_trainer, own_data, require_unsharded, unnoticed
 from lightning_amp.tune._fp32_bench import Bench, Setting
-from lightning_amp.tune._fp32_rules import Distance, Fp32Rules, NothingHelps, as_percent
-from lightning_amp.tune._fp32_search import Found, search
+from lightning_amp.tune._fp32_search import Distance, Found, Fp32Rules, NothingHelps, as_percent, search
 
 _MEASURED = ("fp32_modules", "eval_precision", "upcast_parameters")
 """Arguments of `AmpPrecision` that change the values of a step."""
@@ -83,12 +82,9 @@ def find_fp32_modules(
     advice = "Pass it as `precision=`: a name, or the arguments of `AmpPrecision` as a dict."
     kwargs = check_trainer_names(trainer_kwargs, "what is searched for", advice)
     device = device_of_trainer(kwargs)
-    given: dict[str, Any] = dict(precision) if isinstance(precision, Mapping) else {"precision": precision}
-    try:
-        own_rules = AmpPrecision(**given).fp32_modules
-    except TypeError as error:
-        text = str(error).replace("__init__() ", "").replace("AmpPrecision.", "")
-        raise ValueError(f"`precision`: {text}. It is a name, or the arguments of `AmpPrecision`.") from error
+    given = make_arm("precision", "precision", precision).source
+    require(isinstance(given, dict), "precision", "a name, or the arguments of `AmpPrecision` as a dict", precision)
+    own_rules = AmpPrecision(**given).fp32_modules
     name = _low_precision(given.get("precision", "auto"), device)
     arguments = {**{key: given[key] for key in _MEASURED if key in given}, "precision": name}
     require_unsharded(make_module, "find_fp32_modules")
@@ -141,18 +137,12 @@ def _escaped(names: Sequence[str]) -> list[str]:
 
 
 def _nothing_helps(bench: Bench, name: str, tolerance: float, without: Distance) -> str:
-    own = bench.repeats_itself()
-    if own > tolerance:
-        return (
-            f"The step is not reproducible: in fp32, too, its gradients differ by {as_percent(own)} from one run to the"
-            " next (same weights, batch and random state). Draw random numbers from the global generator of torch,"
-            " NumPy or Python, whose state is restored, or raise the tolerance."
-        )
     return (
         f"No set of modules in fp32 is enough: with all of them in fp32, in {name!r}"
         f" {bench.distance(_escaped(bench.tree()['']))}, and `tolerance` is {as_percent(tolerance)} (without any,"
         f" {without}). The rest of the error comes from code outside of modules: a step or `forward` of the"
-        " LightningModule, or another method than `forward` of a module. Put that code under"
+        " LightningModule, another method than `forward` of a module, or random numbers of a generator whose state is"
+        " not restored (the global ones of torch, NumPy and Python are). Put that code under"
         " `lightning_amp.precision.fp32_region`, with `.float()` on its inputs, or into the `forward` of a module. If"
         " the step itself takes gradients in fp16, use `lightning_amp.precision.scaled_grad`. Or raise the tolerance."
     )

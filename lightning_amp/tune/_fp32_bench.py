@@ -32,8 +32,7 @@ from lightning_amp.shadow import (
     run_private_fit,
 )
 from lightning_amp.tracing import Fp32Draws, RandomState, fp32_throughout
-from lightning_amp.tune._fp32_rules import Distance, NothingHelps
-from lightning_amp.tune._fp32_search import Tree
+from lightning_amp.tune._fp32_search import Distance, NothingHelps, Tree
 
 Saw = Callable[[str, nn.Module, Any, Any], None]
 """A forward hook, whose first argument is the name of the module."""
@@ -266,10 +265,6 @@ class Bench:
         runs = {"with": partial(seconds, rules), "without": partial(seconds, ())}
         found = in_rounds(runs, lambda number: runs if number < _ROUNDS else ())
         return SpeedComparison.of_rounds(found["with"], found["without"], 0.99)
-
-    def repeats_itself(self) -> float:
-        """Run the steps in fp32 again, and return the relative change of the gradient: 0 if it is reproducible."""
-        return _relative_difference(self._reference.gradients[0], self._in_fp32().gradients[0])
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 

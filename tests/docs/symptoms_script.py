@@ -15,7 +15,7 @@ from support.planned_race import planned_race
 
 from lightning_amp.advice import _doctor
 from lightning_amp.advice._step import AS_IT_IS, IN_FP32
-from lightning_amp.advice.findings import _not_faster
+from lightning_amp.advice.findings import _products
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "symptoms.py"
 SMALL_MS = {AS_IT_IS: 1.0, IN_FP32: 0.8}
@@ -26,6 +26,6 @@ if __name__ == "__main__":
     with (
         mock.patch.object(_doctor, "examine", return_value=machine()),
         mock.patch.object(_doctor, "race", race),
-        mock.patch.object(_not_faster, "slowest_product", return_value=""),
+        mock.patch.object(_products, "slowest_product", return_value=""),
     ):
         runpy.run_path(str(EXAMPLE), run_name="__main__")

@@ -15,7 +15,7 @@ import pytest
 
 import lightning_amp
 from lightning_amp import precision
-from lightning_amp.cli._main import COMMANDS
+from lightning_amp.cli._commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -7,8 +7,10 @@ from typing import Any
 
 from lightning_amp._user_line import Place
 from lightning_amp.advice._machine import Format, Machine, Product, compare
-from lightning_amp.advice._part_timer import BACKWARD, FORWARD, REST
 from lightning_amp.advice._step import (
+    BACKWARD,
+    FORWARD,
+    REST,
     Loading,
     Memory,
     Operation,

@@ -76,7 +76,7 @@ def compare(executor: Any, precisions: Any = ("fp32", "bf16"), **kwargs: Any) ->
 
 
 def _versions() -> dict[str, str]:
-    from lightning_amp.compare._process import versions
+    from lightning_amp.compare._spec import versions
 
     return versions()
 

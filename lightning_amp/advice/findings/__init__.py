@@ -11,17 +11,24 @@ from typing import get_args
 
 from lightning_amp.advice._machine import Machine
 from lightning_amp.advice._step import Step
+from lightning_amp.advice.findings._costs import (
+    channels_last,
+    data_bound,
+    host_waits,
+    large_logits,
+    optimizer_not_fused,
+    overflow,
+    state_dominates,
+)
 from lightning_amp.advice.findings._finding import Decision, Finding, Severity
-from lightning_amp.advice.findings._memory import large_logits, state_dominates
-from lightning_amp.advice.findings._not_faster import emulated_precision, model_too_small
-from lightning_amp.advice.findings._overflow import overflow
 from lightning_amp.advice.findings._products import (
     autocast_off,
+    emulated_precision,
     fp32_modules_dominate,
     many_casts,
+    model_too_small,
     sizes_not_aligned,
 )
-from lightning_amp.advice.findings._time import channels_last, data_bound, host_waits, optimizer_not_fused
 
 ALL: Sequence[Callable[[Step, Machine, Decision], Finding | None]] = (
     overflow,

@@ -34,8 +34,8 @@ from support.doctor_facts import (
 from lightning_amp._user_line import Place
 from lightning_amp.advice import DoctorReport
 from lightning_amp.advice._machine import Format, Machine, Product
-from lightning_amp.advice._part_timer import BACKWARD
 from lightning_amp.advice._step import (
+    BACKWARD,
     Loading,
     Loss,
     Memory,
@@ -48,8 +48,7 @@ from lightning_amp.advice._step import (
     Wait,
 )
 from lightning_amp.advice.findings._finding import decide
-from lightning_amp.advice.findings._not_faster import emulated_precision
-from lightning_amp.advice.findings._products import unaligned_products
+from lightning_amp.advice.findings._products import emulated_precision, unaligned_products
 from lightning_amp.measure import SpeedComparison
 
 PARTS = step().parts
@@ -97,12 +96,12 @@ def test_an_overflow(facts: Any, text: str) -> None:
         (0.015, Loading(0), "note", "which can make it 1.2x as fast at most (not tried)"),
         # each of the workers takes two steps for a batch
         (0.09, Loading(2), "warning", "Pass `num_workers=4,"),
-        (0.09, Loading(8), "warning", "Do less per item"),
+        (0.09, Loading(8, persistent=True), "warning", "Do less per item"),
         (
             0.09,
-            Loading(2, restart_s=0.08),
+            Loading(8),
             "warning",
-            "Pass `persistent_workers=True` to the DataLoader: starting 2 workers",
+            "Pass `persistent_workers=True` to the DataLoader: its workers start anew",
         ),
         (0.09, Loading(0, is_stream=True), "warning", "if the `IterableDataset` gives each worker its own rows"),
         (0.09, None, "warning", "Make the loader faster"),

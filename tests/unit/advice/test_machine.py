@@ -103,13 +103,6 @@ def test_support_on_a_gpu(
     assert support_of(name, torch.device("cuda", 0))[0] == support
 
 
-@pytest.mark.usefixtures("taking")
-def test_a_busy_machine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_machine.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(_machine.os, "getloadavg", lambda: (3.14, 0.0, 0.0))
-    assert examine(CPU, short=True).notes[0].startswith("the machine is busy (load 3.1 on 2 cores)")
-
-
 @pytest.mark.parametrize(
     ("version", "device_type", "number"),
     [("2.12.0+cpu", "cpu", 0), ("2.13.0+cpu", "cpu", 1), ("2.13.0", "cuda", 1), ("2.13.0a0+git1", "cpu", 0)],

@@ -17,10 +17,9 @@ from zoo import slow
 from zoo.slow import HEALTHY, SLOW
 
 from lightning_amp import doctor
-from lightning_amp.advice import _doctor, _part_timer, _race, _watch
-from lightning_amp.advice._part_timer import BACKWARD, FORWARD, OPTIMIZER
-from lightning_amp.advice._step import AS_IT_IS, IN_FP32
-from lightning_amp.advice.findings import _not_faster
+from lightning_amp.advice import _doctor, _race, _watch
+from lightning_amp.advice._step import AS_IT_IS, BACKWARD, FORWARD, IN_FP32, OPTIMIZER
+from lightning_amp.advice.findings import _products
 from lightning_amp.advice.findings._products import fp32_products
 from lightning_amp.measure import _step_timer
 
@@ -48,12 +47,12 @@ def cases(names: Iterable[str]) -> list[Any]:
 def test_a_planted_fault_is_named_and_its_cure_removes_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, clock, planned_ms = SLOW[name], PlannedClock(), 3.0
     if case.code == "model-too-small":  # this code depends on times
-        monkeypatch.setattr(_not_faster, "slowest_product", lambda step: "")
+        monkeypatch.setattr(_products, "slowest_product", lambda step: "")
         monkeypatch.setattr(_doctor, "race", planned_race(lambda data: {AS_IT_IS: 1.0, IN_FP32: 0.9}))
     elif name == "fp16 on a CPU":  # only a note unless the race shows that it is slower
         monkeypatch.setattr(_doctor, "race", planned_race(lambda data: {AS_IT_IS: planned_ms, IN_FP32: 1.0}))
     elif name == "a slow data set":  # in the cured project it sleeps in workers, which have real clocks
-        for module in (slow, _part_timer, _step_timer):
+        for module in (slow, _watch, _step_timer):
             monkeypatch.setattr(module, "time", clock)
     if case.memory_gib:
         small = machine(memory_gib=case.memory_gib / slow.SIZES["divisor"] ** 2)
@@ -138,7 +137,7 @@ def test_the_race_does_not_accumulate_and_a_factory_draws_the_same_each_time(mon
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> PlannedClock:
     clock = PlannedClock()
-    for module in (_part_timer, _step_timer, _race, _watch):
+    for module in (_step_timer, _race, _watch):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 from lightning_amp.advice import DoctorReport, _race
-from lightning_amp.advice._fused import can_fuse, fuse
 from lightning_amp.advice._race import Contestant, Laps, Track, race
 from lightning_amp.advice._step import OptimizerFacts, Variant
+from lightning_amp.advice._watch import can_fuse, fuse
 from lightning_amp.shadow import Batches, private_trainer, run_private_fit, unnoticed
 
 CPU = torch.device("cpu")

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_amp.advice._part_timer import BACKWARD, FORWARD, OPTIMIZER
 from lightning_amp.advice._recorder import Recorder
-from lightning_amp.advice._step import Loss, Memory, Operation, Recording
+from lightning_amp.advice._step import BACKWARD, FORWARD, OPTIMIZER, Loss, Memory, Operation, Recording
 from lightning_amp.casting import Fp32Modules
 
 CPU = torch.device("cpu")

@@ -44,7 +44,7 @@ def test_a_ratio_below_one_is_written_as_slow() -> None:
 
 def test_a_machine_alone_has_a_verdict() -> None:
     report = DoctorReport(machine())
-    assert report.title == "a CPU, 2 threads"
+    assert str(report).startswith("# a CPU, 2 threads\n")
     assert report.headline == 'Use "bf16" here: its matrix products are 4.0x as fast as in fp32 (3.9 to 4.0).'
     assert not report.has_problems
     assert DoctorReport(machine(), None, "fp16").has_problems

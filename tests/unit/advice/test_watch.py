@@ -13,9 +13,8 @@ from support import Toy, batches
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 from lightning_amp.advice import _watch
-from lightning_amp.advice._part_timer import BACKWARD, DATA, FORWARD, OPTIMIZER, REST
-from lightning_amp.advice._step import Loading, OptimizerFacts, Step
-from lightning_amp.advice._watch import Watch
+from lightning_amp.advice._step import BACKWARD, DATA, FORWARD, OPTIMIZER, REST, Loading, OptimizerFacts, Step
+from lightning_amp.advice._watch import PartTimer, Watch
 from lightning_amp.shadow import private_trainer, run_private_fit, unnoticed
 
 CPU = torch.device("cpu")
@@ -102,11 +101,9 @@ def test_manual_optimization_and_accumulation() -> None:
         assert {FORWARD, BACKWARD, OPTIMIZER} <= set(parts)
 
 
-def test_the_loader_and_its_start_at_each_epoch() -> None:
+def test_the_loader() -> None:
     _, seen, _ = watched(Toy(), loader=batches(2))
-    assert seen.loading is not None
-    assert 0 < seen.loading.restart_s <= seen.parts[DATA]
-    assert seen.loading == Loading(0, seen.loading.restart_s)
+    assert seen.loading == Loading(0)
 
 
 def test_a_closure_inside_of_the_optimizers_step_is_not_its_time() -> None:
@@ -220,3 +217,37 @@ def test_the_hook_of_a_data_module_is_the_one_that_runs() -> None:
     assert module.sums[:4] == [96.0, 192.0, 288.0, 384.0]
     assert HOOK not in vars(data)
     assert HOOK not in vars(module)
+
+
+# -- the clock ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    moment = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: moment[0])
+    return moment
+
+
+def test_each_moment_counts_for_the_innermost_part(now: list[float]) -> None:
+    clock = PartTimer(torch.device("cpu"))
+    clock.push("before it started")
+    now[0] = 5.0
+    clock.pop()
+    clock.start()
+    for part, seconds in ((FORWARD, 1.0), (BACKWARD, 2.0)):
+        clock.push(part)
+        assert clock.part == part
+        now[0] += seconds
+    clock.pop()
+    now[0] += 4.0
+    clock.pop()
+    assert clock.part == REST
+    now[0] += 8.0
+    clock.push(DATA)
+    now[0] += 16.0
+    clock.pop()
+    assert clock.stop() == {FORWARD: 5.0, BACKWARD: 2.0, REST: 8.0, DATA: 16.0}
+    clock.start()
+    now[0] += 2.0
+    assert clock.stop() == {REST: 2.0}

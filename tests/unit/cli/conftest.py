@@ -55,5 +55,5 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.fixture
 def tests_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take what a stand-in raises for an exception of this package."""
-    monkeypatch.setattr("lightning_amp.cli._errors.is_own_project", lambda _: False)
-    monkeypatch.setattr("lightning_amp.cli._errors.owner_of", lambda _: "ours")
+    monkeypatch.setattr("lightning_amp.cli._output.is_own_project", lambda _: False)
+    monkeypatch.setattr("lightning_amp.cli._output.owner_of", lambda _: "ours")

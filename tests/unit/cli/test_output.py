@@ -1,4 +1,4 @@
-"""Printing and saving of results."""
+"""Printing and saving of results, and exceptions of the user's code as one line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from lightning_amp.cli._errors import UsageError
-from lightning_amp.cli._output import check_output, json_writer, save, show, write
+from lightning_amp._arguments import require
+from lightning_amp.cli._output import (
+    UsageError,
+    as_options,
+    check_output,
+    save,
+    show,
+    usage_error,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -40,38 +47,7 @@ def test_a_narrow_encoding_gets_question_marks(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "out").read_text() == "na?ve\n"
 
 
-def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        encoding = "utf-8"
-
-        def write(self, text: str) -> None:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(sys, "stdout", Full())
-    with pytest.raises(UsageError, match="output cannot be written: .*No space left"):
-        write("text")
-
-
 # -- files -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such pipes")
-def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
-    """An atomic write would replace `/dev/stdout`."""
-    os.mkfifo(tmp_path / "pipe")
-    reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    save("--json", str(tmp_path / "pipe"), json_writer([1]))
-    assert os.read(reading, 100) == b"[\n 1\n]\n"
-    os.close(reading)
-    assert (tmp_path / "pipe").is_fifo()
-
-
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    (tmp_path / "target").write_text("old")
-    (tmp_path / "link.json").symlink_to(tmp_path / "target")
-    save("--json", str(tmp_path / "link.json"), json_writer(1))
-    assert (tmp_path / "link.json").is_symlink()
-    assert (tmp_path / "target").read_text() == "1\n"
 
 
 @pytest.mark.parametrize("error", [OSError("no room"), ValueError("no such format"), ImportError("no matplotlib")])
@@ -83,9 +59,9 @@ def test_what_cannot_be_written_is_wrong_use(error: Exception, tmp_path: Path) -
         save("--plot", str(tmp_path / "x.png"), fails)
 
 
-@pytest.mark.parametrize("path", ["", "-", "."])
+@pytest.mark.parametrize("path", ["", ".", os.devnull])
 def test_what_is_no_file_is_refused_before_any_work(path: str) -> None:
-    with pytest.raises(UsageError, match=r"--json must be a file, got .*/dev/stdout"):
+    with pytest.raises(UsageError, match=r"--json`? must be a "):
         check_output("--json", path)
 
 
@@ -94,4 +70,66 @@ def test_an_unknown_protocol_is_refused_before_any_work() -> None:
         check_output("--json", "s4://bucket/x.json")
     check_output("--json", None)
     check_output("--json", "memory://x.json")
-    check_output("--json", "/dev/stdout")
+
+
+# -- exceptions as one line --------------------------------------------------------------------------------------------
+
+
+def caught(code: str, file: str, **names: object) -> Exception:
+    """Return the exception of a piece of code, as if it were in a file, without the frames of this test."""
+    namespace = dict(names)
+    try:
+        exec(compile(code, file, "exec"), namespace)
+    except Exception as error:
+        return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+    raise AssertionError(code)
+
+
+def test_it_names_the_last_place_that_is_no_librarys() -> None:
+    error = caught("def step():\n    import json\n    json.loads('x')\nstep()", "models.py")
+    found = usage_error(error)
+    assert str(found) == "JSONDecodeError in models.py:3 (`step`): Expecting value: line 1 column 1 (char 0)"
+
+
+def test_an_exception_that_a_library_raised_over_it() -> None:
+    def run() -> None:
+        raise caught("raise KeyError('inner')", "models.py")
+
+    code = "try:\n    run()\nexcept KeyError as error:\n    raise ValueError('outer') from error"
+    error = caught(code, "/usr/lib/python3/site-packages/library.py", run=run)
+    assert "KeyError in " in str(usage_error(error))
+    assert str(usage_error(error)).endswith("'inner'")
+
+
+def test_our_own_about_an_argument_is_its_text() -> None:
+    code = "require(False, 'x', 'a number', 'y')"
+    error = caught(code, "/x/site-packages/library.py", require=require)
+    assert str(usage_error(error)) == "`x` must be a number, got 'y'."
+
+
+def test_one_of_a_library_about_what_the_user_wrote() -> None:
+    error = caught("raise RuntimeError('No\\n  optimizer')", "/x/site-packages/library.py")
+    assert " ".join(str(usage_error(error)).split()) == "RuntimeError: No optimizer"
+
+
+@pytest.mark.parametrize("file", ["lightning_amp.tune", "lightning_amp.cli"])
+def test_one_of_ours_is_an_error_of_the_command(file: str) -> None:
+    import importlib
+
+    error = caught("raise AttributeError('oh')", str(importlib.import_module(file).__file__))
+    assert usage_error(error) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("`memory_limit_gib` must be given: write `memory_limit_gib=4`.",
+         "`--memory-limit-gib` must be given: write `--memory-limit-gib 4`."),
+        ("`margins['x/y']`: write `(\"min\", 0.1)`.", "`--margins.x/y`: write `min:0.1`."),
+        ("`trainer_kwargs['strategy']` must not be 'a'.", "`--trainer.strategy` must not be 'a'."),
+        ("`precisions['fp4']` must be one of", "`--precisions fp4` must be one of"),
+        ("Pass `control=False` or `fp32_modules`.", "Pass `--control false` or `fp32_modules`."),
+    ],
+)  # fmt: skip
+def test_arguments_are_written_as_options(text: str, expected: str) -> None:
+    assert as_options(text) == expected

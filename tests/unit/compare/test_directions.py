@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_amp.compare._directions import direction_of
+from lightning_amp.compare._checks import direction_of
 
 LOWER = """
 val_loss val/loss valid-loss loss Loss VAL_LOSS valLoss val.loss val_loss_epoch val_loss/dataloader_idx_1 loss2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from zoo.executors import Inline, compare, trained_there
 
-from lightning_amp.compare import _executors, _process
+from lightning_amp.compare import _process
 
 SEEDS: dict[str, Any] = {"num_seeds": 3, "margins": {"val_loss": 0.1}}
 
@@ -19,8 +19,8 @@ SEEDS: dict[str, Any] = {"num_seeds": 3, "margins": {"val_loss": 0.1}}
 @pytest.fixture(autouse=True)
 def trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_process, "run_packed", trained_there)
-    monkeypatch.setattr(_executors, "_POLL_S", 0.001)
-    monkeypatch.setattr(_executors, "_STOP_WITHIN_S", 0.05)
+    monkeypatch.setattr(_process, "_POLL_S", 0.001)
+    monkeypatch.setattr(_process, "_STOP_WITHIN_S", 0.05)
 
 
 def test_runs_that_end_in_any_order() -> None:

@@ -66,7 +66,7 @@ def test_a_process_that_sees_some_devices_gives_these_on(monkeypatch: pytest.Mon
     assert visible_devices("cuda") == ["5", "7", "GPU-7f3a"]
     assert environments(None, 1, None) == ["5", "7", "GPU-7f3a"]
     assert environments([1, 2], 1, None) == ["7", "GPU-7f3a"]
-    with pytest.raises(ValueError, match=r"`devices` must be numbers below 3, or names, got \[3\]"):
+    with pytest.raises(ValueError, match=r"numbers below 3, or names, or `None`; got \[0, 3\]"):
         LocalDevices([0, 3])
 
 
@@ -81,14 +81,29 @@ def test_other_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"devices": "0,1"}, "`devices` must be a sequence of numbers or names of devices, or `None`; got '0,1'"),
-        ({"devices": [0.5]}, "`devices` must be a sequence of numbers or names of devices"),
-        ({"devices": [4]}, r"`devices` must be numbers below 4, or names, got \[4\]"),
-        ({"devices": [-1, 0]}, r"`devices` must be numbers below 4, or names, got \[-1\]"),
-        ({"devices": [1, 1]}, r"`devices` must be different devices, got \[1, 1\]"),
-        ({"devices": []}, r"`devices` must be a sequence of numbers or names of devices, or `None`; got \[\]"),
-        ({"devices": 2}, "`devices` must be a sequence of numbers or names of devices, or `None`; got 2"),
-        ({"devices": [True]}, "`devices` must be a sequence of numbers or names of devices"),
+        (
+            {"devices": "0,1"},
+            "`devices` must be a list of different devices: numbers below 4, or names",
+        ),
+        (
+            {"devices": [0.5]},
+            "`devices` must be a list of different devices: numbers below 4, or names",
+        ),
+        ({"devices": [4]}, "`devices` must be a list of different devices: numbers below 4, or names"),
+        (
+            {"devices": [-1, 0]},
+            "`devices` must be a list of different devices: numbers below 4, or names",
+        ),
+        (
+            {"devices": [1, 1]},
+            "`devices` must be a list of different devices: numbers below 4, or names",
+        ),
+        ({"devices": []}, "`devices` must be a list of different devices: numbers below 4, or names"),
+        ({"devices": 2}, "`devices` must be a list of different devices: numbers below 4, or names"),
+        (
+            {"devices": [True]},
+            "`devices` must be a list of different devices: numbers below 4, or names",
+        ),
         ({"per_run": 5}, "`per_run` must be at most the number of devices, 4, got 5"),
         ({"per_run": 0}, "`per_run` must be an integer of 1 or more, got 0"),
         ({"num": 0}, "`num` must be an integer of 1 or more, got 0"),
@@ -118,7 +133,7 @@ def test_cores_are_divided_without_overlap(num: int, share: int, monkeypatch: py
 def test_one_run_has_all_cores(num: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, None)
     assert _places(None, 1, num) == [({}, ())]
-    assert LocalDevices(num=num).num_at_once == 1
+    assert len(LocalDevices(num=num)._places) == 1
 
 
 @pytest.mark.parametrize("kind", [None, "mps"])

@@ -15,7 +15,7 @@ from lightning_amp.compare._observer import Observer
 
 
 def watched(module: Any = Waves, data: Any = Sea, **changes: Any) -> tuple[Observer, L.Trainer]:
-    observer = Observer({})
+    observer = Observer()
     kwargs = {**TRAINER, "enable_progress_bar": False, **changes}
     L.seed_everything(3, verbose=False)
     trainer = L.Trainer(**kwargs, callbacks=[observer], plugins=[AmpPrecision("fp16")])

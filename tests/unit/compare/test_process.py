@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import sys
 import textwrap
 import threading
 import time
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from zoo.compared import by_hand, dies, sleeps, spec
 from zoo.processes import MOMENTS, DiesOnce, Facts
 
 from lightning_amp import AmpPrecision
-from lightning_amp.compare import HERE, Run, _process, run_in_process
-from lightning_amp.compare._process import run_packed
+from lightning_amp.compare import _process, run_in_process
+from lightning_amp.compare._process import HERE, run_packed
 from lightning_amp.compare._spec import pack
 
 pytestmark = pytest.mark.slow
@@ -58,21 +59,24 @@ def test_runs_are_forks_of_one_process_with_all_that_a_new_process_has(
     monkeypatch.setenv("FACTS", str(tmp_path / "facts"))
     monkeypatch.setenv("DIED", str(tmp_path))
 
-    def facts_of(**changes: Any) -> tuple[dict[str, Any], Run]:
-        header = {**pickle.loads(pack(spec(tmp_path / "work", "fp16", Facts))), **changes}
-        run = run_packed(header)
+    def facts() -> dict[str, Any]:
+        run = run_in_process(spec(tmp_path / "work", "fp16", Facts), lambda: None)
         assert run.error is None
-        return json.loads((tmp_path / "facts").read_text()), run
+        curves.append({name: [point.value for point in points] for name, points in run.curves.items()})
+        return json.loads((tmp_path / "facts").read_text())
 
-    with HERE.forking():
-        (first, run), (again, _) = facts_of(), facts_of()
+    curves = list[dict[str, list[float]]]()
+
+    with closing(HERE):
+        first, again = facts(), facts()
         for moment in range(len(MOMENTS)):  # the server goes on, whenever a run dies
-            killed = run_in_process(replace_seed(spec(tmp_path / "dies", module=DiesOnce), moment), lambda *_: None)
+            killed = run_in_process(replace(spec(tmp_path / "dies", module=DiesOnce), seed=moment), lambda: None)
             assert killed.killed_by == "SIGKILL"
         monkeypatch.setenv("OTHER", "1")
-        other, _ = facts_of()
+        other = facts()
         monkeypatch.delenv("OTHER")
-        new, run_of_new = facts_of(one_process=False)
+        monkeypatch.setattr(_process.sys, "platform", "another")
+        new = facts()
     server = first.pop("parent")
     assert (again.pop("parent"), new.pop("parent")) == (server, os.getpid())
     assert server != os.getpid()
@@ -80,90 +84,49 @@ def test_runs_are_forks_of_one_process_with_all_that_a_new_process_has(
     assert other["environment"]["OTHER"] == "1"
     assert other["parent"] not in (server, os.getpid())
     assert (first["threads"], torch.get_num_threads()) == (1, 1)
-    for one in (run, run_of_new):
-        values = {n: [p.value for p in points] for n, points in one.curves.items()}
-        assert values == by_hand(AmpPrecision("fp16")).notes
     assert "a line for the log" in (tmp_path / "work" / "output.log").read_text()
     wait_until_gone(server, other["parent"])
-
-
-def replace_seed(made: Any, seed: int) -> Any:
-    from dataclasses import replace
-
-    return replace(made, seed=seed)
+    assert curves == [by_hand(AmpPrecision("fp16")).notes] * 4
 
 
 def test_a_process_that_is_killed(tmp_path: Path) -> None:
-    with HERE.forking():
-        run = run_in_process(spec(tmp_path, module=dies), lambda *_: None)
+    run = run_in_process(spec(tmp_path, module=dies), lambda: None)
     assert run.error == "its process was killed by SIGKILL; on Linux that is often the kernel, out of memory"
     assert "a line of the user's own" in run.log
 
 
 @only_linux
-@pytest.mark.parametrize("what", ["the run", "the server"])
-def test_an_interrupt_or_a_dead_server_ends_the_process(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The caller does not wait for ever, and a new server forks the next run."""
-    sleeper = tmp_path / "sleeper"
+@pytest.mark.parametrize("how", ["Ctrl-C", "cancelled", "the server dies"])
+def test_a_run_that_cannot_go_on_is_killed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller does not wait for ever, and the next run is trained."""
+    sleeper, stop = tmp_path / "sleeper", threading.Event()
     monkeypatch.setenv("SLEEPER", str(sleeper))
+    monkeypatch.setattr(HERE, "stop", stop)
 
     def interrupt() -> None:
         if sleeper.exists() and sleeper.read_text():
-            if what == "the run":
+            if how == "Ctrl-C":
                 raise KeyboardInterrupt
-            assert HERE.server is not None
-            os.kill(HERE.server._process.pid, signal.SIGKILL)
+            if how == "cancelled":
+                stop.set()
+            elif HERE.server is not None:
+                os.kill(HERE.server._process.pid, signal.SIGKILL)
 
-    with HERE.forking():
-        if what == "the run":
+    with closing(HERE):
+        if how == "the server dies":
+            assert run_in_process(spec(tmp_path / "work", module=sleeps), interrupt).killed_by == "SIGKILL"
+        else:
             with pytest.raises(KeyboardInterrupt):
                 run_in_process(spec(tmp_path / "work", module=sleeps), interrupt)
-        else:
-            run = run_in_process(spec(tmp_path / "work", module=sleeps), interrupt)
-            assert run.killed_by == "SIGKILL"
         wait_until_gone(int(sleeper.read_text()))
-        assert run_in_process(spec(tmp_path / "work", max_epochs=1), lambda *_: None).finished
-
-
-@only_linux
-def test_a_run_that_is_cancelled_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sleeper = tmp_path / "sleeper"
-    monkeypatch.setenv("SLEEPER", str(sleeper))
-    monkeypatch.setattr(HERE, "stop", threading.Event())
-
-    def stop() -> None:
-        if sleeper.exists() and sleeper.read_text():
-            assert HERE.stop is not None
-            HERE.stop.set()
-
-    with HERE.forking(), pytest.raises(KeyboardInterrupt):
-        run_in_process(spec(tmp_path / "work", module=sleeps), stop)
-    wait_until_gone(int(sleeper.read_text()))
-    HERE.stop = None
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "one_process"),
-    [
-        ({}, True),
-        ({"devices": 1}, True),
-        ({"devices": "auto", "strategy": "auto"}, True),
-        ({"devices": 2}, False),
-        ({"devices": [0, 1]}, False),
-        ({"strategy": "ddp"}, False),
-        ({"devices": 1, "num_nodes": 2}, False),
-    ],
-)
-def test_runs_in_several_processes_are_no_forks(kwargs: Any, one_process: bool, tmp_path: Path) -> None:
-    assert pickle.loads(pack(spec(tmp_path, **kwargs)))["one_process"] == one_process
+        stop.clear()
+        assert run_in_process(spec(tmp_path / "work", max_epochs=1), lambda: None).finished
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker on another machine may not share the folder; the log is then in a temporary one."""
-    monkeypatch.setattr(_process, "_start", lambda folder, log, *_: open(log, "a").close() or Ended())
-    header = pickle.loads(pack(spec(tmp_path / "not" / "there")))
+    monkeypatch.setattr(_process, "_start", lambda *_: Ended())
+    header = pack(spec(tmp_path / "not" / "there"))
     assert run_packed(header).error == "its process ended with exit status 7 and left no result"
     assert not (tmp_path / "not").exists()
 

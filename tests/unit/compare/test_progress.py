@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from lightning_amp.compare._progress import Progress
+from lightning_amp.compare import Progress
 
 
 def test_a_line_for_each_run_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(3) as shown:
-        shown.begin("fp32, seed 0")
+        shown.set_description("fp32, seed 0")
         shown.tick()
         shown.finish("fp32, seed 0: 12 s")
         shown.finish("bf16, seed 0: kept from before")
@@ -34,9 +34,9 @@ def test_a_bar_with_the_arm_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with Progress(2) as shown:
-        shown.begin("fp32 [bold], seed 0")
+        shown.set_description("fp32 [bold], seed 0")
         shown.finish("fp32 [bold], seed 0: 12 s")
-        shown.begin("bf16, seed 0")
+        shown.set_description("bf16, seed 0")
         time.sleep(0.2)
         shown.tick()
     text = terminal.getvalue()

@@ -130,7 +130,7 @@ def test_a_run_without_a_value_counts_against_every_claim(how: str, label: str, 
 
 def test_an_arm_that_failed_with_all_seeds_is_judged_all_the_same() -> None:
     metric = compared({"fp32": SAME, "bf16": [None] * 3}).arms["bf16"].metrics["val_loss"]
-    assert str(metric.verdict) == "undecided: a run failed or is missing with all 3 seeds"
+    assert str(metric.verdict) == "undecided: a run failed or is missing with 3 of 3 seeds"
     assert metric.finals == metric.bests == metric.time_to_quality_s == {}
     assert math.isnan(metric.final)
 
@@ -163,7 +163,7 @@ def test_seeds_without_effect_are_no_pairs(depends: bool) -> None:
         for label in plan.arms
         for seed in range(3)
     ]
-    says = "not worse" if depends else "undecided: the reference is the same run with seeds 0 and 1"
+    says = "not worse" if depends else "undecided: two seeds give the same run of the reference"
     assert str(metric_of(plan, runs).verdict).startswith(says)
 
 
@@ -358,8 +358,6 @@ def test_the_order_of_the_runs_does_not_matter_and_others_are_left_out() -> None
     again = PrecisionReport(report.plan, iter(runs))
     assert str(again) == str(report)
     assert [run.seed for run in again.arms["bf16"].runs] == [0, 1, 2]
-    with pytest.raises(ValueError, match="`runs` must hold one run of each arm and seed, got two of 'fp64', 0"):
-        PrecisionReport(report.plan, [*runs, make_run("fp64")])
 
 
 def test_what_does_not_exist() -> None:

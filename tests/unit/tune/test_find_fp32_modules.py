@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -420,18 +419,3 @@ def test_layers_that_are_not_alike_have_a_rule_each() -> None:
     assert comparison.error("fp16", found) <= 0.02 * 1.01
     for left_out in found:
         assert comparison.error("fp16", [rule for rule in found if rule != left_out]) > 0.02
-
-
-class NeverTheSame(cases.Mlp):
-    """Draws from a generator whose state is not restored."""
-
-    drawn = itertools.count(1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return next(self.drawn) * super().training_step(batch, batch_idx)
-
-
-def test_a_step_that_is_not_reproducible() -> None:
-    text = r"^The step is not reproducible: in fp32, too, its gradients differ by [\d.]+ ?% from one run to the next"
-    with pytest.raises(ValueError, match=text):
-        find_fp32_modules(seeded(NeverTheSame), cases.Rows, "bf16", tolerance=0.05, trainer_kwargs=CPU)

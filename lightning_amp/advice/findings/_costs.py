@@ -1,19 +1,13 @@
-"""`data-bound`, `host-waits`, `optimizer-not-fused`, `channels-last`: time that another setting saves."""
+"""Findings about time and memory that another setting saves, and about steps that do not train."""
 
 from __future__ import annotations
 
 import math
 import os
 
-from lightning_amp._text import counted, percent
+from lightning_amp._text import counted, memory, percent, rounded
 from lightning_amp.advice._machine import Machine
-from lightning_amp.advice._part_timer import DATA, OPTIMIZER
-from lightning_amp.advice._step import (
-    CHANNELS_LAST,
-    FUSED,
-    Label,
-    Step,
-)
+from lightning_amp.advice._step import CHANNELS_LAST, DATA, FUSED, OPTIMIZER, Label, Step
 from lightning_amp.advice.findings._finding import (
     WORTH,
     Decision,
@@ -24,6 +18,20 @@ from lightning_amp.advice.findings._finding import (
     is_worth_it,
 )
 from lightning_amp.measure import times_as_fast
+
+
+def overflow(step: Step, machine: Machine, decision: Decision) -> Finding | None:
+    """Find steps that are not finite after the loss scale had time to settle."""
+    if not step.num_bad:
+        return None
+    what = "the loss or gradients are" if step.parts else "the loss is" if step.bad_loss else "gradients are"
+    some = f"{step.num_bad} of {counted(step.num_seen, 'step')} in {step.precision}"
+    text = f"{some} do not train: {what} infinite or NaN.{'' if step.parts else ' So no step was timed.'}"
+    action = "Add `OverflowLocator()` to the callbacks of a run: it names the module, the line, and what helps."
+    return Finding("error", "overflow", text, action, 1.0)
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
 
 
 def data_bound(step: Step, machine: Machine, decision: Decision) -> Finding | None:
@@ -43,18 +51,14 @@ def _faster_loading(step: Step, wait_s: float) -> str:
     loading = step.loading
     if loading is None:
         return "Make the loader faster: decode and collate in worker processes, or ahead of time."
-    if loading.workers and not loading.persistent and loading.restart_s > 0.5 * wait_s:
-        return (
-            f"Pass `persistent_workers=True` to the DataLoader: starting {counted(loading.workers, 'worker')} at each"
-            f" epoch takes {duration(loading.restart_s)} of a step."
-        )
     less = "Do less per item: decode once and save the result, or fetch whole batches with `__getitems__`."
     compute_s = max(step.seconds - wait_s, 1e-9)
     load_s = loading.workers * step.seconds if loading.workers else wait_s
     workers = min(os.cpu_count() or 1, max(2, math.ceil(load_s / compute_s)))
     gain = step.seconds / max(compute_s, load_s / workers)
     if workers <= loading.workers or gain < WORTH:
-        return less
+        starts = "Pass `persistent_workers=True` to the DataLoader: its workers start anew in each epoch (not tried). "
+        return less if loading.persistent or not loading.workers else f"{starts}{less}"
     own = " if the `IterableDataset` gives each worker its own rows (`get_worker_info`)" if loading.is_stream else ""
     return (
         f"Pass `num_workers={workers}, persistent_workers=True` to the DataLoader{own}: workers load while the step"
@@ -109,3 +113,53 @@ def _tried(step: Step, label: Label, code: str, text: str, action: str) -> Findi
         return Finding("note", code, text, f"The race is undecided. Time `{label}` by itself, on a quiet machine.")
     text += f"; with `{label}`, tried here: {found}."
     return Finding("note", code, text, f"Leave it as it is: `{label}` gains less than 5 % here.")
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+_LARGE_BYTES = 16 * 2**20
+_FULL, _MATTERS = 0.7, 0.1
+"""Shares of a device's memory: a peak above the first is a warning, and a peak below the second is not reported."""
+_FREE = "A larger batch uses the memory that is free (`find_batch_size` says how many rows fit)."
+_IN_8_BITS = " States in 8 bits (`torchao.optim.AdamW8bit`), or sharding over devices (FSDP2), hold less (not tried)."
+_MATTERS_BYTES = 2**30
+"""The second bound, for devices whose amount of memory is unknown."""
+
+
+def large_logits(step: Step, machine: Machine, decision: Decision) -> Finding | None:
+    """Find logits over 256 classes or more that hold a tenth of the peak."""
+    held, share = step.memory.logits, step.memory.logits / max(step.memory.peak, 1)
+    loss = max(step.recorded.losses, key=lambda loss: loss.rows * loss.classes, default=None)
+    if loss is None or share < 0.1 or loss.classes < 256:
+        return None
+    text = (
+        f"The logits, {loss.rows:,} x {loss.classes:,}, hold {memory(held)} at the peak, {percent(share)} of it."
+        " Autocast computes the loss in fp32, so the logits and their gradients exist in both formats."
+    )
+    action = (
+        "Compute the loss in chunks of rows, each under activation checkpointing: `sum(checkpoint(chunk_loss, h, t,"
+        " use_reentrant=False) for h, t in zip(hidden.chunk(8), targets.chunk(8))) / len(targets)`, where `chunk_loss`"
+        ' is `F.cross_entropy(head(h), t, reduction="sum")`. Only an eighth of the logits exists at a time then.'
+    )
+    scarce = share >= 0.25 and held >= 0.02 * machine.memory_gib * 2**30 > 0
+    large = scarce or (share >= 0.5 and held >= _LARGE_BYTES)
+    return Finding("warning" if large else "note", "large-logits", text, action, share)
+
+
+def state_dominates(step: Step, machine: Machine, decision: Decision) -> Finding | None:
+    """Find weights, gradients and optimizer states that hold half of the peak, unless the peak is small."""
+    found, limit = step.memory, machine.memory_gib * 2**30
+    state = found.weights + found.gradients + found.states
+    share = state / max(found.peak, 1)
+    if share < 0.5 or not step.num_parameters or found.peak < (_MATTERS * limit if limit else _MATTERS_BYTES):
+        return None
+    gradients = max(found.gradients, 4 * sum(optimizer.num_parameters for optimizer in step.optimizers))
+    per = (found.weights + gradients + found.states) / step.num_parameters
+    text = (
+        f"Weights, gradients and the optimizer hold {memory(state)}, {percent(share)} of the peak; that is"
+        f" {rounded(per)} bytes per parameter between two steps, and mixed precision does not reduce it"
+    )
+    if step.fp32_memory is not None:
+        text += f": the peak is {memory(found.peak)}, and {memory(step.fp32_memory.peak)} in fp32"
+    severity: Severity = "warning" if limit and found.peak > _FULL * limit else "note"
+    return Finding(severity, "state-dominates", f"{text}.", f"{_FREE}{_IN_8_BITS if found.states else ''}", share)
