@@ -8,23 +8,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require_choice, require_count
-from lightning_amp._last_trainer import LastTrainer
-from lightning_amp.callbacks._trainers import (
-    has_mixed_precision,
-    log_metrics,
-    require_lightning_trainer,
-    why_not_twice,
-)
+from lightning_amp.callbacks._observer import Observer, has_mixed_precision, log_metrics, why_not_twice
 from lightning_amp.causes import lost_in_training
-from lightning_amp.findings import GradientRow, GradientSample, LostPrecision, TriedRemedy
+from lightning_amp.findings import GradientRow, GradientSample
 from lightning_amp.numerics import fitting_scale
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.reports import MAX_ROWS, GradientTable, Quantity, describe_derivative, describe_gradient
+from lightning_amp.reports import GradientTable, Quantity, describe_derivative, describe_gradient
 from lightning_amp.scaling import Saved
 from lightning_amp.shadow import Failure, GradientSampler, RowsBy
 
@@ -42,7 +36,7 @@ _PATIENCE = 20
 
 
 @final
-class GradientMonitor(Callback):
+class GradientMonitor(Observer):
     """Shows whether gradients fit into fp16, and how far mixed precision moves them.
 
     .. code-block:: python
@@ -115,14 +109,14 @@ class GradientMonitor(Callback):
         require_choice("by", by, ("module", "parameter"))
         self.every_n_steps = every_n_steps
         self.by: RowsBy = by
-        self._last_trainer = LastTrainer()
-        self._forget()
+        super().__init__()
 
+    @override
     def _forget(self) -> None:
-        self.table, self._verdict, self._said = GradientTable(), "", set[str]()
+        super()._forget()
+        self.table, self._verdict, self._runs = GradientTable(), "", True
         self._next_step, self._largest, self._last_scale = 0, 0.0, math.inf
-        self._runs = True
-        self._found: dict[tuple[str, bool], LostPrecision | TriedRemedy | None] = {}
+        self._found: dict[tuple[str, bool], str] = {}  # what was tried against a lost gradient
 
     @property
     def recommended_scale(self) -> float | None:
@@ -133,31 +127,21 @@ class GradientMonitor(Callback):
         """
         return fitting_scale(self._largest) if self._largest > 0 else None
 
-    def plot(
-        self, path: str | os.PathLike[str] | None = None, *, quantity: Quantity | None = None,
-        max_rows: int | None = MAX_ROWS,
-    ) -> Figure:  # fmt: skip
-        """Draw a heat map over modules and steps.
+    def plot(self, path: str | os.PathLike[str] | None = None, *, quantity: Quantity | None = None) -> Figure:
+        """Draw a heat map over modules and steps: the 15 worst rows at most, by their worst step.
 
         Args:
             path: Path or URL to also save the picture to.
             quantity: `"headroom_bits"` (dark red: overflows), `"underflow_fraction"`, `"subnormal_fraction"`,
                 `"sqnr_db"` or `"cosine"`. `None`: the headroom of a run in fp16, the SQNR of other runs.
-            max_rows: The most rows to draw: the worst ones, by their worst step. `None` draws all.
 
         Raises:
             ModuleNotFoundError: If matplotlib is not installed (`pip install matplotlib`).
-            ValueError: If the quantity is not one of these, or `max_rows` is not a number of rows.
+            ValueError: If the quantity is not one of these.
         """
-        return self.table.plot(quantity, path, max_rows=max_rows)
+        return self.table.plot(quantity, path)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        require_lightning_trainer(self, trainer)
-        if stage == "fit" and not self._last_trainer.goes_on(trainer):  # this hook runs before a checkpoint is restored
-            self._forget()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -191,10 +175,6 @@ class GradientMonitor(Callback):
     def state_dict(self) -> dict[str, Any]:
         rows = [list(row) for row in self.table]
         return {"rows": rows, "largest": self._largest, "next_step": self._next_step, "verdict": self._verdict}
-
-    @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -237,12 +217,12 @@ class GradientMonitor(Callback):
         """Try a setting against a new fault of the sample, and keep the words for the end of the fit."""
         if sample.derivatives and self._is_news("derivative"):
             _messages.warn(f"`GradientMonitor`: {describe_derivative(sample.derivatives[0])}")
-        bad, key, scale = sample.bad(), None, self.recommended_scale
+        bad, key, scale = sample.bad(), ("", False), self.recommended_scale
         if bad and not sample.clipped and math.isfinite(sample.rows[-1].largest):
             key = bad[0].name, bad[0].rounds_to_zero
             if key not in self._found and len(self._found) < _MAX_CAUSES:
                 self._found[key] = lost_in_training(trainer, sample, sampler, scale)
-        self._verdict = describe_gradient(sample, scale, self._found.get(key) if key else None)
+        self._verdict = describe_gradient(sample, scale, self._found.get(key, ""))
         if sample.clipped and bad and self._is_news("clipped"):
             _messages.warn(self._verdict)
 
@@ -254,11 +234,6 @@ class GradientMonitor(Callback):
             return False
         applied = plugin.num_steps > 0 if isinstance(plugin, AmpPrecision) else scale >= before
         return applied or trainer.global_step > _PATIENCE
-
-    def _is_news(self, kind: str) -> bool:
-        is_news = kind not in self._said
-        self._said.add(kind)
-        return is_news
 
 
 def _scale(trainer: Trainer) -> float:

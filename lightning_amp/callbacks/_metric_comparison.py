@@ -9,31 +9,28 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import is_count, is_number, require, require_bool, require_choice
-from lightning_amp._last_trainer import LastTrainer
-from lightning_amp.callbacks._trainers import (
+from lightning_amp.callbacks._observer import (
+    Observer,
     add_callback_metrics,
     evaluation_names,
     has_mixed_precision,
     log_evaluation_metrics,
-    require_lightning_trainer,
     why_not_twice,
 )
 from lightning_amp.causes import lost_in_evaluation, nonfinite_names
 from lightning_amp.findings import WRONG_DB, ComparisonRow, LostPrecision, ModuleRow
 from lightning_amp.reports import (
-    MAX_ROWS,
     ComparisonTable,
     ModuleTable,
     describe_both,
     describe_comparison,
     describe_difference,
-    describe_one_sided,
 )
 from lightning_amp.scaling import Saved
 from lightning_amp.shadow import Failure, PairedEvaluation, gather
@@ -56,7 +53,7 @@ OnExceed = Literal["warn", "raise"]
 
 
 @final
-class MetricComparison(Callback):
+class MetricComparison(Observer):
     """Measures how mixed precision changes the metrics that you log in validation and test.
 
     .. code-block:: python
@@ -159,11 +156,12 @@ class MetricComparison(Callback):
         self.tolerance = dict(tolerance) if isinstance(tolerance, Mapping) else tolerance
         self.on_exceed: OnExceed = on_exceed
         self.by_module = by_module
-        self._last_trainer = LastTrainer()
-        self._forget()
+        super().__init__()
         self._begin_run()
 
+    @override
     def _forget(self) -> None:
+        super()._forget()
         self.table = ComparisonTable(tolerance=self.tolerance)
         self.module_table = ModuleTable()
         self._num_validations = self._num_searches = 0
@@ -173,18 +171,14 @@ class MetricComparison(Callback):
         """Write `.table` as CSV, with a header line, to a path or a URL. The file appears whole or not at all."""
         self.table.to_csv(path)
 
-    def plot(self, path: str | os.PathLike[str] | None = None, *, max_rows: int | None = MAX_ROWS) -> Figure:
-        """Draw each metric over epochs, in AMP and fp32, and the difference, as `table.plot` does."""
-        return self.table.plot(path, max_rows=max_rows)
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw each metric over steps, in AMP and fp32, and the difference, as `table.plot` does."""
+        return self.table.plot(path)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         rows, module_rows = ([list(row) for row in table] for table in (self.table, self.module_table))
         return {"rows": rows, "module_rows": module_rows, "num_validations": self._num_validations}
-
-    @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -198,12 +192,10 @@ class MetricComparison(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        require_lightning_trainer(self, trainer)
+        super().setup(trainer, pl_module, stage)
         if stage not in ("fit", "validate", "test"):
             return
         self._begin_run()
-        if stage == "fit" and not self._last_trainer.goes_on(trainer):
-            self._forget()
         step = "test_step" if stage == "test" else "validation_step"
         if not has_mixed_precision(self, trainer):
             self._runs = False
@@ -309,7 +301,7 @@ class MetricComparison(Callback):
         self._runs = self._is_first = True
         self._resumed = False
         self._current: PairedEvaluation | None = None
-        self._said: set[str] = set()
+        self._said.clear()
 
     def _compare(self, trainer: Trainer, module: LightningModule, compared: PairedEvaluation) -> None:
         amp, fp32, epoch = compared.amp, compared.fp32, trainer.current_epoch
@@ -317,7 +309,11 @@ class MetricComparison(Callback):
             sums = compared.modules.items()
             self.module_table.add(ModuleRow.of(epoch, trainer.global_step, name, one) for name, one in sums)
         if amp.keys() != fp32.keys() and self._is_news("one side"):
-            _messages.warn(describe_one_sided(sorted(amp.keys() ^ fp32.keys())))
+            _messages.warn(
+                "`MetricComparison`: logged on one side only and not compared:"
+                f" {', '.join(sorted(amp.keys() ^ fp32.keys()))}. A callback logs them, or the module does so depending"
+                " on a value."
+            )
         self._check_names(trainer, module, sorted((amp.keys() | fp32.keys()) - _AXES))
         names = [name for name in amp if name in fp32 and name not in _AXES]
         rows = [ComparisonRow.of(epoch, 0, name, amp[name], fp32[name]) for name in names]
@@ -349,25 +345,23 @@ class MetricComparison(Callback):
         ranks = gather(trainer, (self.table.suspect(), self.table.exceeding()) if is_new else (None, ""))
         row = next((row for row, _ in ranks if row is not None), None)
         exceeding = next((text for _, text in ranks if text), "")
-        if row is None:
+        searches = self._num_searches < _MAX_SEARCHES
+        if row is None or not (exceeding or searches):
             return
-        report, searches = None, self._num_searches < _MAX_SEARCHES
         self._num_searches += searches
+        report = None
         if not exceeding and not math.isfinite(row.fp32):
-            if searches:
-                self._num_searches = _MAX_SEARCHES
-                _messages.warn(describe_both(row, nonfinite_names(trainer, module, compared)))
-            return
-        if searches:
-            report = lost_in_evaluation(trainer, module, compared, row)
-        is_cured = report is not None and any(one.works for one in report.tried)
-        is_certain = report is not None and is_cured and report.output_sqnr_db < WRONG_DB
-        if exceeding or (searches and (is_certain or not math.isfinite(row.amp))):
-            self.report, self._num_searches = self.report or report, _MAX_SEARCHES
+            text = describe_both(row, nonfinite_names(trainer, module, [one.batch for one in compared.kept]))
+        else:
+            report = lost_in_evaluation(trainer, module, compared, row) if searches else None
+            is_certain = report is not None and report.output_sqnr_db < WRONG_DB and any(t.works for t in report.tried)
+            if not exceeding and not is_certain and math.isfinite(row.amp):
+                return
             text = describe_difference(row, exceeding, report, searches)
-            if exceeding and self.on_exceed == "raise":
-                raise RuntimeError(text)
-            _messages.warn(text)
+        self.report, self._num_searches = self.report or report, _MAX_SEARCHES
+        if exceeding and self.on_exceed == "raise":
+            raise RuntimeError(text)
+        _messages.warn(text)
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
@@ -378,11 +372,6 @@ class MetricComparison(Callback):
         """Warn, on the rank where it happened, of the failure that ended a comparison."""
         if self._is_news("out of memory" if failure.out_of_memory else "error"):
             _messages.warn_on_this_rank(f"`MetricComparison` on rank {trainer.global_rank}: {failure.text}.")
-
-    def _is_news(self, kind: str) -> bool:
-        is_news = kind not in self._said
-        self._said.add(kind)
-        return is_news
 
 
 def _as_metrics(trainer: Trainer, rows: Sequence[ComparisonRow]) -> dict[str, torch.Tensor]:

@@ -7,17 +7,16 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import is_number, require, require_count
 from lightning_amp._compat import _lightning, _torch
-from lightning_amp._files import child, location
-from lightning_amp._last_trainer import LastTrainer
+from lightning_amp._files import location
 from lightning_amp._text import exact
-from lightning_amp.callbacks._trainers import is_log_point, log_metrics, require_lightning_trainer
+from lightning_amp.callbacks._observer import Observer, is_log_point, log_metrics
 from lightning_amp.findings import StepRecord
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import SCALE_HISTORY_FILE, ScaleHistory
@@ -32,7 +31,7 @@ SKIP_RATE = "amp/skip_rate"
 
 
 @final
-class ScaleMonitor(Callback):
+class ScaleMonitor(Observer):
     """Shows the loss scale and the skipped steps.
 
     .. code-block:: python
@@ -87,16 +86,16 @@ class ScaleMonitor(Callback):
         self.log_every_n_steps = log_every_n_steps
         self.warn_below = warn_below
         self.dirpath = None if dirpath is None else location(dirpath, "dirpath")
-        self._last_trainer = LastTrainer()
         self._plugin: AmpPrecision | None = None
         self._subscription: Subscription | None = None
         self._watch: _ScalerWatch | None = None
         self._steps_seen = 0
-        self._forget()
+        super().__init__()
 
+    @override
     def _forget(self) -> None:
+        super()._forget()
         self._history = ScaleHistory()
-        self._warned = self._warned_of_folder = False
         self._logged: dict[str, float] = {}
 
     @property
@@ -116,11 +115,9 @@ class ScaleMonitor(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        require_lightning_trainer(self, trainer)
-        if stage == "fit":  # this hook runs before a checkpoint is restored
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
             self._detach()
-            if not self._last_trainer.goes_on(trainer):
-                self._forget()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -186,17 +183,13 @@ class ScaleMonitor(Callback):
         if self._plugin is not None:
             self._plugin.flush()  # hooks may have stepped since the last batch
         self._read()
-        return {**self._history.state_dict(), "warned": self._warned}
-
-    @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
+        return {**self._history.state_dict(), "warned": "scale" in self._said}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         warned = bool(Saved(state_dict, "ScaleMonitor").any("warned"))
         self._history.load_state_dict(state_dict)
-        self._warned = warned
+        self._said |= {"scale"} if warned else set()
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -216,8 +209,7 @@ class ScaleMonitor(Callback):
         if is_log_point or values != self._logged:
             log_metrics(trainer, values)
         self._logged = values
-        if self.warn_below is not None and scale < self.warn_below and not self._warned:
-            self._warned = True
+        if self.warn_below is not None and scale < self.warn_below and self._is_news("scale"):
             _messages.warn(
                 f"The loss scale fell to {exact(scale)}, below {exact(self.warn_below)} ({self._history.summary()})."
                 " `OverflowLocator` finds the module whose gradients are so large. 'bf16', which has the range of fp32,"
@@ -225,15 +217,9 @@ class ScaleMonitor(Callback):
             )
 
     def _save(self) -> None:
-        if self.dirpath is None or self._history.last is None or not _lightning.is_rank_zero():
-            return  # a fit that failed before its first step does not overwrite an earlier file
-        try:
-            self._history.to_csv(child(self.dirpath, SCALE_HISTORY_FILE))
-        except OSError as error:
-            if self._warned_of_folder:
-                return
-            self._warned_of_folder = True
-            _messages.warn(f"`ScaleMonitor` could not write to `{self.dirpath}`: {error}. Training is not affected.")
+        # a fit that failed before its first step does not overwrite an earlier file
+        if self._history.last is not None and _lightning.is_rank_zero():
+            self._write(SCALE_HISTORY_FILE, self._history.to_csv)
 
 
 @final

@@ -1,11 +1,13 @@
-"""Keep the history of a loss scale, compactly."""
+"""Keep the history of a loss scale, compactly, and draw one or several."""
 
 from __future__ import annotations
 
 import csv
 import os
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, fields
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import final, override
@@ -13,7 +15,7 @@ from typing_extensions import final, override
 from lightning_amp._files import open_text
 from lightning_amp._text import alike, counted
 from lightning_amp.findings import StepRecord
-from lightning_amp.reports._scale_drawing import plot_histories
+from lightning_amp.reports._figures import COLORS, new_figure, saved, say_empty
 from lightning_amp.reports._table import Table
 from lightning_amp.scaling import RecordLog, Saved
 
@@ -24,6 +26,7 @@ SCALE_HISTORY_FILE = "scale_history.csv"
 """The name of the file that :class:`~lightning_amp.ScaleMonitor` writes into its folder."""
 
 _HEADER = [field.name for field in fields(StepRecord)]
+_SKIP_MARKS = {"gradient": ("v", "skipped: gradients overflowed"), "loss": ("x", "skipped: loss was not finite")}
 
 
 @final
@@ -94,10 +97,10 @@ class ScaleHistory(Table[StepRecord]):
         if not self._records:
             return "no optimizer step was recorded"
         first, last = self._records[0], self._records[-1]
-        skipped = [record.index - first.index for record in self if record.skipped]
-        text = f"{len(skipped):,} of {self.num_attempted:,} steps skipped"
-        if skipped and self.num_attempted > 20:
-            text += f", {sum(index < 20 for index in skipped):,} in the first 20"
+        text = f"{self.num_skipped:,} of {self.num_attempted:,} steps skipped"
+        if self.num_skipped and self.num_attempted > 20:
+            early = sum(record.skipped and record.index < first.index + 20 for record in self)
+            text += f", {early:,} in the first 20"
         losses = sum(record.reason == "loss" for record in self)
         if losses:
             text += f", {losses:,} of them with a non-finite loss"
@@ -186,3 +189,43 @@ class ScaleHistory(Table[StepRecord]):
             ModuleNotFoundError: If matplotlib is not installed (`pip install matplotlib`).
         """
         return plot_histories({"loss scale": self}, path, title=f"Loss scale: {self.summary()}")
+
+
+def plot_histories(
+    histories: Mapping[str, ScaleHistory], path: str | os.PathLike[str] | None = None, *, title: str = "Loss scale"
+) -> Figure:
+    """Draw runs into one picture. Each run and its skips have their own colour; the legend has the names of the runs.
+
+    Args:
+        histories: The steps of each run, by its name.
+        path: Path or URL to also save the picture to.
+        title: The title of the picture; a long one is wrapped.
+    """
+    figure = new_figure(8, 3.6 + 0.12 * len(histories))
+    axes: Any = figure.add_subplot()
+    axes.set(xlabel="optimizer steps attempted", ylabel="loss scale")
+    axes.set_title(textwrap.fill(title, 90, break_on_hyphens=False), fontsize="medium")
+    records = [record for history in histories.values() for record in history]
+    if not records:
+        say_empty(axes, ScaleHistory().summary())
+        return saved(figure, path)
+    for (name, history), color in zip(histories.items(), cycle(COLORS), strict=False):
+        steps = [*(record.index for record in history[:1]), *(record.index + 1 for record in history)]
+        scales = [*(record.scale for record in history[:1]), *(record.next_scale for record in history)]
+        label = f"{name}: {history.num_skipped:,} of {history.num_attempted:,} steps skipped"
+        axes.step(steps, scales, where="post", color=color, label=label)
+        for reason, (marker, _) in _SKIP_MARKS.items():
+            skipped = [record for record in history if record.skipped and record.reason == reason]
+            places = [record.index for record in skipped], [record.scale for record in skipped]
+            axes.plot(*places, linestyle="none", marker=marker, markersize=3, color=color)
+    for marker, label in _SKIP_MARKS.values():
+        axes.plot([], [], linestyle="none", marker=marker, color="gray", label=label)
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.set_yscale("log", base=2)
+    write = alike(scale for record in records for scale in (record.scale, record.next_scale))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda scale, _: write(scale)))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    figure.legend(loc="outside lower center", fontsize="small", frameon=False)
+    return saved(figure, path)

@@ -1,8 +1,10 @@
-"""Check the Trainer of a callback, and log to it."""
+"""The base class of the four callbacks, the checks of their Trainer, and how they log to it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,20 +18,58 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_amp import _messages
+from lightning_amp._files import child
+from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.precision import AmpPrecision
 
 
-def require_lightning_trainer(callback: Callback, trainer: Any) -> None:
-    """Raise a `TypeError` for a `pytorch_lightning.Trainer`."""
-    if not isinstance(trainer, Trainer) and type(trainer).__module__.startswith("pytorch_lightning"):
-        name = type(callback).__name__
-        raise TypeError(
-            f"`{name}` works with `lightning.pytorch`, got a `{type(trainer).__module__}.{type(trainer).__name__}`. The"
-            " two packages do not mix: use `import lightning as L` and `L.Trainer(...)`, with a module derived from"
-            " `L.LightningModule`."
-        )
+class Observer(Callback):
+    """A callback whose results belong to one Trainer: another one begins anew, as for k folds."""
+
+    dirpath: Path | str | None = None
+
+    def __init__(self) -> None:
+        self._last_trainer = LastTrainer()
+        self._forget()
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Drop the results of earlier fits."""
+        self._said = set[str]()
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(trainer, Trainer) and type(trainer).__module__.startswith("pytorch_lightning"):
+            raise TypeError(
+                f"`{type(self).__name__}` works with `lightning.pytorch`, got a"
+                f" `{type(trainer).__module__}.{type(trainer).__name__}`. The two packages do not mix: use `import"
+                " lightning as L` and `L.Trainer(...)`, with a module derived from `L.LightningModule`."
+            )
+        if stage == "fit" and not self._last_trainer.goes_on(trainer):  # before a checkpoint is restored
+            self._forget()
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
+
+    def _is_news(self, kind: str) -> bool:
+        is_news = kind not in self._said
+        self._said.add(kind)
+        return is_news
+
+    def _write(self, name: str, write: Callable[[Path | str], object]) -> None:
+        """Have `write` write a file in `dirpath`. A file that cannot be written does not end a fit."""
+        if self.dirpath is None:
+            return
+        try:
+            write(child(self.dirpath, name))
+        except Exception as error:  # such as a full disk; drivers raise their own exceptions
+            if self._is_news("folder"):
+                who = f"`{type(self).__name__}`"
+                _messages.warn(f"{who} could not write to `{self.dirpath}`: {error}. Training is not affected.")
 
 
 def has_mixed_precision(callback: Callback, trainer: Trainer) -> bool:
