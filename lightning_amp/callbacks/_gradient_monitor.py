@@ -13,11 +13,10 @@ from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require_choice, require_count
-from lightning_amp.callbacks._observer import Observer, has_mixed_precision, log_metrics, why_not_twice
+from lightning_amp.callbacks._observer import Observer, log_metrics, no_mixed_precision, why_not_twice
 from lightning_amp.causes import lost_in_training
 from lightning_amp.findings import GradientRow, GradientSample
 from lightning_amp.numerics import fitting_scale
-from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import GradientTable, Quantity, describe_derivative, describe_gradient
 from lightning_amp.scaling import Saved
 from lightning_amp.shadow import Failure, GradientSampler, RowsBy
@@ -145,11 +144,11 @@ class GradientMonitor(Observer):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._runs = has_mixed_precision(self, trainer)
-        reason = why_not_twice(trainer, pl_module, "training_step", against_fp32=True) if self._runs else None
+        cannot = why_not_twice(trainer, pl_module, "training_step", against_fp32=True)
+        reason = no_mixed_precision(trainer) or cannot
+        self._runs = reason is None
         if reason is not None:
-            self._runs = False
-            _messages.info(f"`GradientMonitor` does not run: {reason}.")
+            self._stand_aside(reason)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -209,9 +208,7 @@ class GradientMonitor(Observer):
         if not failure.out_of_memory:
             self._runs = trainer.world_size > 1  # do not turn off: the other ranks wait for this rank's figures
             then = ". Its batch is left out" if self._runs else ". It is off for the rest of this run"
-        who = f"`GradientMonitor` on rank {trainer.global_rank}"
-        if self._is_news(failure.reason):
-            _messages.warn_on_this_rank(f"{who}: {failure.text}{then}, training goes on.")
+        self._warn_of_failure(trainer, failure.reason, f"{failure.text}{then}, training goes on")
 
     def _judge(self, trainer: Trainer, sample: GradientSample, sampler: GradientSampler) -> None:
         """Try a setting against a new fault of the sample, and keep the words for the end of the fit."""
@@ -228,12 +225,8 @@ class GradientMonitor(Observer):
 
     def _is_settled(self, trainer: Trainer) -> bool:
         """Return whether a step was applied, or waiting takes too long. This waits for the device."""
-        plugin, scale = trainer.precision_plugin, _scale(trainer)
-        before, self._last_scale = self._last_scale, scale
-        if trainer.global_step == 0:
-            return False
-        applied = plugin.num_steps > 0 if isinstance(plugin, AmpPrecision) else scale >= before
-        return applied or trainer.global_step > _PATIENCE
+        before, self._last_scale = self._last_scale, _scale(trainer)
+        return trainer.global_step > _PATIENCE or (trainer.global_step > 0 and self._last_scale >= before)
 
 
 def _scale(trainer: Trainer) -> float:

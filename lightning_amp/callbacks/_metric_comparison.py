@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,13 +13,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
 from lightning_amp import _messages
-from lightning_amp._arguments import is_count, is_number, require, require_bool, require_choice
+from lightning_amp._arguments import is_count, is_number, require, require_bool, require_choice, require_count
 from lightning_amp.callbacks._observer import (
     Observer,
     add_callback_metrics,
     evaluation_names,
-    has_mixed_precision,
     log_evaluation_metrics,
+    no_mixed_precision,
     why_not_twice,
 )
 from lightning_amp.causes import lost_in_evaluation, nonfinite_names
@@ -33,7 +32,7 @@ from lightning_amp.reports import (
     describe_difference,
 )
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import Failure, PairedEvaluation, gather
+from lightning_amp.shadow import PairedEvaluation, gather
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -138,8 +137,7 @@ class MetricComparison(Observer):
         on_exceed: OnExceed = "warn",
         by_module: bool = False,
     ) -> None:
-        advice = "Use 1 to compare every time."
-        require(is_count(every_n_epochs), "every_n_epochs", "an integer of at least 1", every_n_epochs, advice)
+        require_count("every_n_epochs", every_n_epochs)
         is_share = isinstance(limit_batches, float) and 0.0 < limit_batches <= 1.0
         rule = "an integer of at least 1 (batches), a float in (0, 1] (share of the batches) or `None`"
         advice = "Leave it out to compare over all batches."
@@ -197,20 +195,14 @@ class MetricComparison(Observer):
             return
         self._begin_run()
         step = "test_step" if stage == "test" else "validation_step"
-        if not has_mixed_precision(self, trainer):
-            self._runs = False
-        elif not is_overridden(step, pl_module):
-            self._runs = False
-            reason = f"`{type(pl_module).__name__}` has no `{step}`, in which it would compare what is logged"
-            _messages.info(f"`MetricComparison` stands aside: {reason}.")
-        elif reason := why_not_twice(trainer, pl_module, step, against_fp32=True):
-            self._runs = False
-            _messages.warn(f"`MetricComparison` does not run: {reason}.")
-
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._runs and not trainer.enable_validation:
-            _messages.info("`MetricComparison` stands aside: no validation runs in this fit.")
+        missing = f"`{type(pl_module).__name__}` has no `{step}`, in which it would compare what is logged"
+        missing = None if is_overridden(step, pl_module) else missing
+        reason = no_mixed_precision(trainer) or missing or why_not_twice(trainer, pl_module, step, against_fp32=True)
+        if reason is None and stage == "fit" and not trainer.enable_validation:
+            reason = "no validation runs in this fit"
+        self._runs = reason is None
+        if reason is not None:
+            self._stand_aside(reason)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -227,7 +219,8 @@ class MetricComparison(Observer):
             self._num_validations += 1
             if self._num_validations % self.every_n_epochs and not is_first:
                 return
-        stage, report = "test" if trainer.testing else "validation", partial(self._report_failure, trainer)
+        stage = "test" if trainer.testing else "validation"
+        report = lambda failure: self._warn_of_failure(trainer, failure.reason, failure.text)  # noqa: E731
         self._current = PairedEvaluation(
             trainer, pl_module, stage, self.limit_batches, report, by_module=self.by_module
         )  # fmt: skip
@@ -282,16 +275,9 @@ class MetricComparison(Observer):
         if self.table:
             self._print()
 
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close()
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._close()
-
     # -- work ----------------------------------------------------------------------------------------------------------
 
+    @override
     def _close(self) -> None:
         if self._current is not None:
             self._current.close()
@@ -368,17 +354,12 @@ class MetricComparison(Observer):
     def _print(self) -> None:
         _messages.info(describe_comparison(self.table.worst_first()))
 
-    def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
-        """Warn, on the rank where it happened, of the failure that ended a comparison."""
-        if self._is_news("out of memory" if failure.out_of_memory else "error"):
-            _messages.warn_on_this_rank(f"`MetricComparison` on rank {trainer.global_rank}: {failure.text}.")
-
 
 def _as_metrics(trainer: Trainer, rows: Sequence[ComparisonRow]) -> dict[str, torch.Tensor]:
     """Return three values for each row, as `trainer.callback_metrics` holds them."""
-    device = trainer.strategy.root_device
-    values = ((FP32_PREFIX, "fp32"), (DIFF_PREFIX, "diff"))
-    metrics = {prefix + row.metric: getattr(row, field) for row in rows for prefix, field in values}
-    metrics |= {ABS_DIFF_PREFIX + row.metric: abs(row.diff) for row in rows}
+    device, metrics = trainer.strategy.root_device, dict[str, float]()
+    for row in rows:
+        values = {FP32_PREFIX: row.fp32, DIFF_PREFIX: row.diff, ABS_DIFF_PREFIX: abs(row.diff)}
+        metrics |= {prefix + row.metric: value for prefix, value in values.items()}
     # Some devices have no float64.
     return {key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in metrics.items()}

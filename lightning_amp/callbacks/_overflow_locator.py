@@ -21,7 +21,7 @@ from lightning_amp._compat import _lightning, _modules
 from lightning_amp._files import location, write_atomically
 from lightning_amp._terminal import own_lines
 from lightning_amp._text import counted, named
-from lightning_amp.callbacks._observer import Observer, has_mixed_precision, is_log_point, log_metrics, why_not_twice
+from lightning_amp.callbacks._observer import Observer, is_log_point, log_metrics, no_mixed_precision, why_not_twice
 from lightning_amp.causes import explain, largest_weight, nonfinite, origins
 from lightning_amp.findings import StepRecord
 from lightning_amp.numerics import dense
@@ -141,9 +141,9 @@ class OverflowLocator(Observer):
 
     @property
     def reports(self) -> list[Overflow]:
-        """Return the reports of all fits of one Trainer, on at most `max_reports` skipped steps.
+        """Return the reports of all fits of one Trainer.
 
-        Each cause has one, and as long as there is room, each further step that was skipped for a known cause. All
+        Each cause has one. Up to `max_reports` steps, each further step that was skipped for a known cause has one. All
         ranks have the same reports: one for each step and rank that found a cause. If no rank found the cause of a
         step, it has the report of rank 0.
         """
@@ -152,24 +152,15 @@ class OverflowLocator(Observer):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            self._begin_fit()
-
-    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plugin = trainer.strategy.precision_plugin
+        self._begin_fit()
         self._steps_seen = trainer.global_step
-        if not has_mixed_precision(self, trainer):
+        if not isinstance(plugin, AmpPrecision):
+            unknown = f"{type(plugin).__name__} does not say which steps it skips. Use `plugins=[AmpPrecision(...)]`"
+            self._stand_aside(no_mixed_precision(trainer) or unknown)
             return
         _warn_of_bad_values(pl_module)
-        if not isinstance(plugin, AmpPrecision):
-            _messages.info(
-                f"`OverflowLocator` has nothing to look at: the precision plugin {type(plugin).__name__} does not say"
-                " which steps it skips. Use `plugins=[AmpPrecision(...)]`."
-            )
-            return
         self._plugin = plugin
         self._counting = plugin.records.subscribe(self._count, before_update=self._note_rate, cause=self._since)
         reason = why_not_twice(trainer, pl_module, "training_step")
@@ -183,7 +174,7 @@ class OverflowLocator(Observer):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._is_looking:
+        if self._looking is not None:
             try:
                 self._window.add(batch, batch_idx, trainer.strategy.root_device.type)
             except Exception as error:  # such as a batch that cannot be copied
@@ -195,7 +186,7 @@ class OverflowLocator(Observer):
     ) -> None:
         if self._plugin is None:
             return
-        if self._is_looking:
+        if self._looking is not None:
             self._look(trainer, pl_module)
         before, self._steps_seen = self._steps_seen, trainer.global_step
         if is_log_point(trainer, before):
@@ -204,13 +195,11 @@ class OverflowLocator(Observer):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        parts: list[str] = []
-        if self._num_harmless:
-            steps = counted(self._num_harmless, "step")
-            parts.append(f"{steps} skipped while the scale settled, which is how dynamic scaling works")
-        if self._num_repeated:
-            parts.append(f"{counted(self._num_repeated, 'step')} more skipped for a cause that was reported")
-        if parts:
+        counts = {
+            "skipped while the scale settled, which is how dynamic scaling works": self._num_harmless,
+            "more skipped for a cause that was reported": self._num_repeated,
+        }
+        if parts := [f"{counted(number, 'step')} {why}" for why, number in counts.items() if number]:
             _messages.info(f"OverflowLocator: {'; '.join(parts)}.")
 
     @override
@@ -219,15 +208,12 @@ class OverflowLocator(Observer):
             if not isinstance(exception, FloatingPointError):  # this exception came from reading the records
                 with contextlib.suppress(Exception):
                     self._plugin.records.flush()
-            elif self._is_looking:  # the plugin raised after the last skip, before the end of the batch
+            elif self._looking is not None:  # the plugin raised after the last skip, before the end of the batch
                 self._look(trainer, pl_module)
-        self._detach()  # Lightning calls no `teardown` after an exception
+        super().on_exception(trainer, pl_module, exception)
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._detach()
-
-    def _detach(self) -> None:
+    def _close(self) -> None:
         if self._counting is not None:
             self._counting.close()
         self._stop_looking()
@@ -258,10 +244,6 @@ class OverflowLocator(Observer):
         self._largest_weight, self._reports = largest_weight, reports
 
     # -- work ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def _is_looking(self) -> bool:
-        return self._looking is not None
 
     def _stop_looking(self) -> None:
         if self._looking is not None:
@@ -347,10 +329,6 @@ class OverflowLocator(Observer):
             self._num_harmless += not faults
             self._num_repeated += bool(faults) and not new
         has_room = len({report.record.index for report in self._reports}) < self.max_reports
-        if new and not has_room:  # a new cause takes the place of the latest skip for a known one
-            first = {report.key: report.record.index for report in reversed(self._reports)}
-            repeated = [r.record.index for r in self._reports if r.record.index not in first.values()]
-            self._reports = [r for r in self._reports if r.record.index not in repeated[-1:]]
         taken = new or (faults if record.skipped and has_room else [])
         self._reports += taken
         if not _lightning.is_rank_zero():

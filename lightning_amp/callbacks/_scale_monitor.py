@@ -20,7 +20,7 @@ from lightning_amp.callbacks._observer import Observer, is_log_point, log_metric
 from lightning_amp.findings import StepRecord
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import SCALE_HISTORY_FILE, ScaleHistory
-from lightning_amp.scaling import Saved, Subscription
+from lightning_amp.scaling import Subscription
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -114,12 +114,6 @@ class ScaleMonitor(Observer):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            self._detach()
-
-    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plugin = trainer.strategy.precision_plugin
         scaler = getattr(plugin, "scaler", None)
@@ -129,10 +123,8 @@ class ScaleMonitor(Observer):
         elif isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
             self._watch = _ScalerWatch(scaler, self._history)
         else:
-            _messages.info(
-                f"`ScaleMonitor` has nothing to show: the precision plugin {type(plugin).__name__} has no loss scaler."
-                " With `plugins=[AmpPrecision(...)]` it shows skipped steps in every precision."
-            )
+            advice = "With `plugins=[AmpPrecision(...)]` it shows skipped steps in every precision"
+            self._stand_aside(f"{type(plugin).__name__} has no loss scaler. {advice}")
 
     @override
     def on_train_batch_end(
@@ -163,17 +155,14 @@ class ScaleMonitor(Observer):
             if not isinstance(exception, FloatingPointError):  # this exception came from reading the records
                 self._read()
         self._save()
-        self._detach()  # Lightning calls no `teardown` after an exception
+        super().on_exception(trainer, pl_module, exception)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._save()
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._detach()
-
-    def _detach(self) -> None:
+    def _close(self) -> None:
         if self._subscription is not None:
             self._subscription.close()
         self._plugin = self._subscription = self._watch = None
@@ -183,13 +172,11 @@ class ScaleMonitor(Observer):
         if self._plugin is not None:
             self._plugin.flush()  # hooks may have stepped since the last batch
         self._read()
-        return {**self._history.state_dict(), "warned": "scale" in self._said}
+        return self._history.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        warned = bool(Saved(state_dict, "ScaleMonitor").any("warned"))
         self._history.load_state_dict(state_dict)
-        self._said |= {"scale"} if warned else set()
 
     # -- work ----------------------------------------------------------------------------------------------------------
 

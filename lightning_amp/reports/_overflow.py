@@ -230,10 +230,9 @@ def _value(report: Overflow, operation: Op) -> str:
     largest = operation.largest_input if operation.kind == "cast" else operation.largest_in_fp32
     if _leaves_range(report) and largest is not None:
         return f"{operation.name} gave {rounded(largest)}{ends}{special}"
-    size = f"; {rounded(largest)} at most in fp32" if largest is not None else ""
     if not special and operation.largest_input is not None:
-        size += f"; its largest input is {rounded(operation.largest_input)}"
-    return f"{operation.name} gave {_VALUES[operation.result]}{special}{size}"
+        special = f"; its largest input is {rounded(operation.largest_input)}"
+    return f"{operation.name} gave {_VALUES[operation.result]}{special}"
 
 
 def _special(operation: Op, in_fp32: str) -> str:

@@ -26,7 +26,6 @@ SCALE_HISTORY_FILE = "scale_history.csv"
 """The name of the file that :class:`~lightning_amp.ScaleMonitor` writes into its folder."""
 
 _HEADER = [field.name for field in fields(StepRecord)]
-_SKIP_MARKS = {"gradient": ("v", "skipped: gradients overflowed"), "loss": ("x", "skipped: loss was not finite")}
 
 
 @final
@@ -71,11 +70,6 @@ class ScaleHistory(Table[StepRecord]):
     def last(self) -> StepRecord | None:
         """Return the latest step."""
         return self._records[-1] if self._records else None
-
-    @property
-    def first(self) -> StepRecord | None:
-        """Return the earliest known step. A history that was not in the checkpoint begins where the run resumed."""
-        return self._records[0] if self._records else None
 
     @property
     def num_attempted(self) -> int:
@@ -151,12 +145,7 @@ class ScaleHistory(Table[StepRecord]):
                     raise ValueError(f"the header must be {_HEADER}, got {header}")
                 for index, optimizer, scale, next_scale, skipped, *words in reader:
                     numbers = int(index), int(optimizer), float(scale), float(next_scale), bool(int(skipped))
-                    record = Saved({"row": [*numbers, *words]}, "ScaleHistory").record("row")
-                    if record is None or record.index <= (-1 if history.last is None else history.last.index):
-                        raise ValueError("steps come in their order")
-                    if min(record.scale, record.next_scale) < 0:  # the scale of torch's own scaler can fall to 0
-                        raise ValueError("scales are not negative")
-                    history.extend([record])
+                    history.extend(_records([[*numbers, *words]]))
             except (csv.Error, ValueError) as error:
                 raise ValueError(
                     f"`{path}`, line {reader.line_num}, is not a row of a scale history ({error}). The file may be cut"
@@ -175,9 +164,7 @@ class ScaleHistory(Table[StepRecord]):
             ValueError: If an entry is missing or wrong. The history does not change then.
         """
         saved = Saved(state, "ScaleHistory")
-        records = [Saved({"records": row}, "ScaleHistory").record("records") for row in saved.entries("records")]
-        is_open = bool(saved.any("is_open"))
-        self._records, self._is_open = [record for record in records if record is not None], is_open
+        self._records, self._is_open = _records(saved.entries("records")), bool(saved.any("is_open"))
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw the scale over the steps, with a mark for each skip.
@@ -189,6 +176,11 @@ class ScaleHistory(Table[StepRecord]):
             ModuleNotFoundError: If matplotlib is not installed (`pip install matplotlib`).
         """
         return plot_histories({"loss scale": self}, path, title=f"Loss scale: {self.summary()}")
+
+
+def _records(rows: Iterable[Any]) -> list[StepRecord]:
+    found = [Saved({"records": row}, "ScaleHistory").record("records") for row in rows]
+    return [record for record in found if record is not None]
 
 
 def plot_histories(
@@ -214,12 +206,10 @@ def plot_histories(
         scales = [*(record.scale for record in history[:1]), *(record.next_scale for record in history)]
         label = f"{name}: {history.num_skipped:,} of {history.num_attempted:,} steps skipped"
         axes.step(steps, scales, where="post", color=color, label=label)
-        for reason, (marker, _) in _SKIP_MARKS.items():
-            skipped = [record for record in history if record.skipped and record.reason == reason]
-            places = [record.index for record in skipped], [record.scale for record in skipped]
-            axes.plot(*places, linestyle="none", marker=marker, markersize=3, color=color)
-    for marker, label in _SKIP_MARKS.values():
-        axes.plot([], [], linestyle="none", marker=marker, color="gray", label=label)
+        skipped = [record for record in history if record.skipped]
+        places = [record.index for record in skipped], [record.scale for record in skipped]
+        axes.plot(*places, "v", markersize=3, color=color)
+    axes.plot([], [], "v", color="gray", label="skipped")
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_yscale("log", base=2)
