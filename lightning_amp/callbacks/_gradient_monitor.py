@@ -17,7 +17,7 @@ from lightning_amp.callbacks._observer import Observer, log_metrics, no_mixed_pr
 from lightning_amp.causes import lost_in_training
 from lightning_amp.findings import GradientRow, GradientSample
 from lightning_amp.numerics import fitting_scale
-from lightning_amp.reports import GradientTable, Quantity, describe_derivative, describe_gradient
+from lightning_amp.reports import GradientTable, describe_derivative, describe_gradient
 from lightning_amp.scaling import Saved
 from lightning_amp.shadow import Failure, GradientSampler, RowsBy
 
@@ -126,26 +126,24 @@ class GradientMonitor(Observer):
         """
         return fitting_scale(self._largest) if self._largest > 0 else None
 
-    def plot(self, path: str | os.PathLike[str] | None = None, *, quantity: Quantity | None = None) -> Figure:
-        """Draw a heat map over modules and steps: the 15 worst rows at most, by their worst step.
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw a heat map over modules and steps: the 15 worst rows at most, by their worst step. Dark red is bad.
+
+        It shows the headroom of a run in fp16, and the SQNR of other runs.
 
         Args:
             path: Path or URL to also save the picture to.
-            quantity: `"headroom_bits"` (dark red: overflows), `"underflow_fraction"`, `"subnormal_fraction"`,
-                `"sqnr_db"` or `"cosine"`. `None`: the headroom of a run in fp16, the SQNR of other runs.
 
         Raises:
             ModuleNotFoundError: If matplotlib is not installed (`pip install matplotlib`).
-            ValueError: If the quantity is not one of these.
         """
-        return self.table.plot(quantity, path)
+        return self.table.plot(path)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        cannot = why_not_twice(trainer, pl_module, "training_step", against_fp32=True)
-        reason = no_mixed_precision(trainer) or cannot
+        reason = no_mixed_precision(trainer) or why_not_twice(trainer, pl_module, "training_step", against_fp32=True)
         self._runs = reason is None
         if reason is not None:
             self._stand_aside(reason)

@@ -101,6 +101,11 @@ class OverflowLocator(Observer):
             as Lightning's callbacks take it). `None` writes none. If it cannot be written, the locator warns once and
             training goes on. A file appears whole or not at all.
 
+    Attributes:
+        reports: The reports of all fits of one Trainer. Each cause has one. Up to `max_reports` steps, each further
+            step that was skipped for a known cause has one. All ranks have the same reports: one for each step and rank
+            that found a cause. If no rank found the cause of a step, it has the report of rank 0.
+
     Raises:
         ValueError: If an argument is out of its range, or fsspec does not support the protocol of `dirpath`.
         ImportError: If the driver for `dirpath` is not installed.
@@ -122,7 +127,7 @@ class OverflowLocator(Observer):
     @override
     def _forget(self) -> None:
         super()._forget()
-        self._reports: list[Overflow] = []  # of each cause; and while there is room, of each skip for a known one
+        self.reports: list[Overflow] = []
         self._num_overflows = self._num_harmless = self._num_repeated = 0
         self._latest: tuple[int, str] | None = None  # the last skip, and the key of its cause
         self._largest_weight: float | None = None  # at the first start
@@ -135,19 +140,8 @@ class OverflowLocator(Observer):
         self._failure = ""
         # steps that were skipped, or had a loss that is not finite, and were not run again yet
         self._steps: list[StepRecord] = []
-        self._num_attempted = 0
-        self._steps_seen = 0
+        self._num_attempted = self._steps_seen = 0
         self._bad_rate: tuple[int, float] | None = None
-
-    @property
-    def reports(self) -> list[Overflow]:
-        """Return the reports of all fits of one Trainer.
-
-        Each cause has one. Up to `max_reports` steps, each further step that was skipped for a known cause has one. All
-        ranks have the same reports: one for each step and rank that found a cause. If no rank found the cause of a
-        step, it has the report of rank 0.
-        """
-        return list(self._reports)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -228,7 +222,7 @@ class OverflowLocator(Observer):
             "num_harmless": self._num_harmless,
             "num_repeated": self._num_repeated,
             "largest_weight": self._largest_weight,
-            "reports": [report.as_dict() for report in self._reports],
+            "reports": [report.as_dict() for report in self.reports],
         }
 
     @override
@@ -241,7 +235,7 @@ class OverflowLocator(Observer):
         largest_weight = saved.take("largest_weight", "a number, or none", lambda one: one is None or is_number(one))
         counts = map(saved.count, ("num_overflows", "num_harmless", "num_repeated"))
         self._num_overflows, self._num_harmless, self._num_repeated = counts
-        self._largest_weight, self._reports = largest_weight, reports
+        self._largest_weight, self.reports = largest_weight, reports
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -275,13 +269,13 @@ class OverflowLocator(Observer):
 
     @property
     def _is_complete(self) -> bool:
-        return len({report.key for report in self._reports}) >= self.max_reports
+        return len({report.key for report in self.reports}) >= self.max_reports
 
     def _since(self, step: int) -> str:
         """Write the cause of the last skip, and the advice; return an empty text if the skip was before this step."""
         if self._latest is None or self._latest[0] < step:
             return ""
-        text = next((report.in_one_line for report in self._reports if report.key == self._latest[1]), "")
+        text = next((report.in_one_line for report in self.reports if report.key == self._latest[1]), "")
         return text and f"The cause, as `OverflowLocator` found it: {text}."
 
     def _look(self, trainer: Trainer, module: LightningModule) -> None:
@@ -311,7 +305,7 @@ class OverflowLocator(Observer):
             if self._is_complete:
                 return
             if mine is None:
-                known = {report.key for report in self._reports}
+                known = {report.key for report in self.reports}
                 mine = explain(trainer, module, self._window, record, self._largest_weight, known)
             mine = replace(mine, record=record)  # the step of another optimizer has the same batches
             if mine.cause == "weights" and self._bad_rate is not None:
@@ -322,15 +316,15 @@ class OverflowLocator(Observer):
 
     def _report(self, record: StepRecord, faults: list[Overflow]) -> None:
         """Keep the reports of a step, and print and write those of a new cause; without any the skip was harmless."""
-        known = {report.key for report in self._reports}
+        known = {report.key for report in self.reports}
         new = [one for one in faults if one.key not in known]
         if record.skipped:
             self._latest = (record.index, faults[0].key) if faults else None
             self._num_harmless += not faults
             self._num_repeated += bool(faults) and not new
-        has_room = len({report.record.index for report in self._reports}) < self.max_reports
+        has_room = len({report.record.index for report in self.reports}) < self.max_reports
         taken = new or (faults if record.skipped and has_room else [])
-        self._reports += taken
+        self.reports += taken
         if not _lightning.is_rank_zero():
             return
         with own_lines():

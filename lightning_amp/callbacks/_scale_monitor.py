@@ -65,6 +65,10 @@ class ScaleMonitor(Observer):
             run leaves the history up to its last checkpoint. `None` writes no file. If it cannot be written, the
             monitor warns once and training goes on.
 
+    Attributes:
+        history: All steps up to the last log point, or to the end of fit. It survives a resume, and continues in a
+            second fit of the same Trainer. Another Trainer begins a new history.
+
     Raises:
         ValueError: If an argument is out of its range, or fsspec does not support the protocol of `dirpath`.
         ImportError: If the driver for `dirpath` is not installed.
@@ -95,21 +99,12 @@ class ScaleMonitor(Observer):
     @override
     def _forget(self) -> None:
         super()._forget()
-        self._history = ScaleHistory()
+        self.history = ScaleHistory()
         self._logged: dict[str, float] = {}
-
-    @property
-    def history(self) -> ScaleHistory:
-        """Return all steps up to the last log point, or to the end of fit.
-
-        The history survives a resume, and continues in a second fit of the same Trainer. Another Trainer begins a new
-        history.
-        """
-        return self._history
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw the history, as `history.plot` does."""
-        return self._history.plot(path)
+        return self.history.plot(path)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -119,9 +114,9 @@ class ScaleMonitor(Observer):
         scaler = getattr(plugin, "scaler", None)
         self._steps_seen = trainer.global_step
         if isinstance(plugin, AmpPrecision):
-            self._plugin, self._subscription = plugin, plugin.records.subscribe(self._history.extend)
+            self._plugin, self._subscription = plugin, plugin.records.subscribe(self.history.extend)
         elif isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-            self._watch = _ScalerWatch(scaler, self._history)
+            self._watch = _ScalerWatch(scaler, self.history)
         else:
             advice = "With `plugins=[AmpPrecision(...)]` it shows skipped steps in every precision"
             self._stand_aside(f"{type(plugin).__name__} has no loss scaler. {advice}")
@@ -146,7 +141,7 @@ class ScaleMonitor(Observer):
             return
         self._report(trainer)
         self._save()
-        _messages.info(f"ScaleMonitor: {self._history.summary()}.")
+        _messages.info(f"ScaleMonitor: {self.history.summary()}.")
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -172,11 +167,11 @@ class ScaleMonitor(Observer):
         if self._plugin is not None:
             self._plugin.flush()  # hooks may have stepped since the last batch
         self._read()
-        return self._history.state_dict()
+        return self.history.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._history.load_state_dict(state_dict)
+        self.history.load_state_dict(state_dict)
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -188,25 +183,25 @@ class ScaleMonitor(Observer):
 
     def _report(self, trainer: Trainer, *, is_log_point: bool = False) -> None:
         self._read()
-        last = self._history.last
+        last = self.history.last
         if last is None:
             return
-        skipped, scale = self._history.num_skipped, last.next_scale
-        values = {LOSS_SCALE: scale, SKIPPED_STEPS: float(skipped), SKIP_RATE: skipped / self._history.num_attempted}
+        skipped, scale = self.history.num_skipped, last.next_scale
+        values = {LOSS_SCALE: scale, SKIPPED_STEPS: float(skipped), SKIP_RATE: skipped / self.history.num_attempted}
         if is_log_point or values != self._logged:
             log_metrics(trainer, values)
         self._logged = values
         if self.warn_below is not None and scale < self.warn_below and self._is_news("scale"):
             _messages.warn(
-                f"The loss scale fell to {exact(scale)}, below {exact(self.warn_below)} ({self._history.summary()})."
+                f"The loss scale fell to {exact(scale)}, below {exact(self.warn_below)} ({self.history.summary()})."
                 " `OverflowLocator` finds the module whose gradients are so large. 'bf16', which has the range of fp32,"
                 " needs no loss scale."
             )
 
     def _save(self) -> None:
         # a fit that failed before its first step does not overwrite an earlier file
-        if self._history.last is not None and _lightning.is_rank_zero():
-            self._write(SCALE_HISTORY_FILE, self._history.to_csv)
+        if self.history.last is not None and _lightning.is_rank_zero():
+            self._write(SCALE_HISTORY_FILE, self.history.to_csv)
 
 
 @final

@@ -34,14 +34,10 @@ def bad_shards(trainer: Trainer, module: LightningModule) -> dict[str, tuple[int
     """
     if not is_sharded(trainer):
         return None
-    gathered, shards = _modules.plain_parameters(module), shards_of_gathered(module)
-    parts: dict[str, Any] = {name: shards.get(id(parameter), parameter) for name, parameter in gathered.items()}
-    mine = [  # first of the gathered parameters, which code may edit
-        {name: (trainer.global_rank, shard_of(own[name])) for name in nonfinite(own.items())}
-        for own in (gathered, parts)
-    ]
-    everybodys = list(reversed(gather(trainer, mine)))
-    return {name: where for kind in (0, 1) for rank in everybodys for name, where in rank[kind].items()}
+    shards = shards_of_gathered(module)
+    parts: dict[str, Any] = {name: shards.get(id(one), one) for name, one in _modules.plain_parameters(module).items()}
+    mine = {name: (trainer.global_rank, shard_of(parts[name])) for name in nonfinite(parts.items())}
+    return {name: where for rank in reversed(gather(trainer, mine)) for name, where in rank.items()}
 
 
 def nonfinite_names(trainer: Trainer, module: LightningModule, batches: Iterable[Any]) -> list[str]:

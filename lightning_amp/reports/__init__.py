@@ -8,7 +8,7 @@ from lightning_amp.reports._comparison import (
     describe_comparison,
     describe_difference,
 )
-from lightning_amp.reports._gradients import GradientTable, Quantity, describe_derivative, describe_gradient
+from lightning_amp.reports._gradients import GradientTable, describe_derivative, describe_gradient
 from lightning_amp.reports._overflow import Overflow, ScaleIs
 from lightning_amp.reports._scale_history import SCALE_HISTORY_FILE, ScaleHistory, plot_histories
 
@@ -22,7 +22,6 @@ __all__ = [
     "ModuleRow",
     "ModuleTable",
     "Overflow",
-    "Quantity",
     "ScaleHistory",
     "ScaleIs",
     "TriedRemedy",

@@ -6,11 +6,10 @@ import math
 import os
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import final, override
 
-from lightning_amp._arguments import require_choice
 from lightning_amp._text import exact, listed, literal, percent, rounded
 from lightning_amp.findings import (
     TOTAL,
@@ -25,17 +24,6 @@ from lightning_amp.reports._table import MAX_ROWS, SampledTable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Quantity = Literal["headroom_bits", "underflow_fraction", "subnormal_fraction", "sqnr_db", "cosine"]
-
-# The title of each quantity, the name of its values, and its worst and its best value. A value has the same colour in
-# every picture.
-_QUANTITIES: dict[Quantity, tuple[str, str, float, float]] = {
-    "headroom_bits": ("Headroom in fp16: doublings of the loss scale until a gradient overflows", "bits", -1.0, 1.0),
-    "underflow_fraction": ("Gradients that become zero in fp16", "share of the non-zero ones", 0.5, 0.0),
-    "subnormal_fraction": ("Gradients that lose bits in fp16", "share of the non-zero ones", 0.5, 0.0),
-    "sqnr_db": ("Mixed-precision gradient against fp32", "SQNR [dB]; 6 dB are one bit", 0.0, 40.0),
-    "cosine": ("Mixed-precision gradient against fp32", "cosine", 0.9, 1.0),
-}
 _MAX_NUMBERS = 20  # columns in which numbers have room
 _COLORS = ("#67000d", "#de2d26", "#fdae6b", "#fee6ce", "#f7fbff")  # from the worst to the best
 
@@ -62,16 +50,17 @@ class GradientTable(SampledTable[GradientRow]):
         """Return whether the latest sample ran in fp16, whose limits are shown."""
         return bool(self.last) and self.last[-1].precision == "fp16"
 
-    def plot(self, quantity: Quantity | None = None, path: str | os.PathLike[str] | None = None) -> Figure:
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Return the figure of `GradientMonitor.plot`: the worst rows, by their worst step, as a heat map."""
-        quantity = quantity or ("headroom_bits" if self.in_fp16 else "sqnr_db")
-        require_choice("quantity", quantity, list(_QUANTITIES))
+        quantity, title, unit, low, high = "sqnr_db", "Mixed-precision gradient against fp32", "SQNR [dB]", 0.0, 40.0
+        if self.in_fp16:
+            title = "Headroom in fp16: doublings of the loss scale until a gradient overflows"
+            quantity, unit, low, high = "headroom_bits", "bits", -1.0, 1.0
         samples = [{row.name: row for row in sample if row.name != TOTAL} for sample in self._samples]
         rows = [row for sample in samples for row in sample.values()]
         known = dict.fromkeys(row.name for row in rows)
         sick = list(dict.fromkeys(row.name for row in sorted(rows, key=self._badness, reverse=True)))
         names = [name for name in known if name in sick[:MAX_ROWS]]
-        title, unit, worst, best = _QUANTITIES[quantity]
         figure = new_figure(10, 3 + 0.25 * len(names))
         axes: Any = figure.add_subplot()
         axes.set_title(title if len(names) == len(known) else f"{title}\nthe {len(names)} worst of {len(known)} rows")
@@ -80,9 +69,7 @@ class GradientTable(SampledTable[GradientRow]):
             return saved(figure, path)
         from matplotlib.colors import LinearSegmentedColormap
 
-        shades = LinearSegmentedColormap.from_list("", _COLORS if worst < best else _COLORS[::-1])
-        colors = shades.with_extremes(bad="0.8")
-        low, high = min(worst, best), max(worst, best)
+        colors = LinearSegmentedColormap.from_list("", _COLORS).with_extremes(bad="0.8")
         grid = [[_value(sample.get(name), quantity) for sample in samples] for name in names]
         inside = [[min(max(value, low), high) for value in values] for values in grid]
         image = axes.imshow(inside, colors, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
@@ -130,7 +117,7 @@ class GradientTable(SampledTable[GradientRow]):
         return row.name, *limits, keeps, sqnr, "" if math.isnan(row.cosine) else f"{row.cosine:.4f}"
 
 
-def _value(row: GradientRow | None, quantity: Quantity) -> float:
+def _value(row: GradientRow | None, quantity: str) -> float:
     """Return the value of a row: NaN without a gradient, minus infinity for an overflow."""
     if row is None or row.largest == 0:
         return math.nan

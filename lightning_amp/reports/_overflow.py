@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
 from typing_extensions import final, override
@@ -19,7 +20,6 @@ from lightning_amp.tracing import EXPONENTIALS, domain
 from lightning_amp.tracing import plain as plain_name
 
 _GROWN = 1e2
-_MOST_CODE = 60  # characters of a line of code
 
 ScaleIs = Literal["", "dynamic", "static", "lowest"]
 Cause = Literal["batch", "weights", "learning rate", "forward", "loss", "backward", "not reproduced"]
@@ -193,11 +193,10 @@ def _what(report: Overflow) -> str:
 
 def _leaves_range(report: Overflow) -> bool:
     """Return whether the value is finite in fp32, and too large for the format."""
-    operation, precision = report.operation, report.record.precision
-    if operation is None or report.in_fp32 != "finite" or precision not in ("fp16", "bf16"):
+    operation = report.operation
+    if operation is None or report.in_fp32 != "finite":
         return False
-    largest = operation.largest_in_fp32
-    is_too_large = precision == "fp16" and (largest or 0) > FP16_LARGEST
+    is_too_large = report.record.precision == "fp16" and (operation.largest_in_fp32 or 0) > FP16_LARGEST
     return operation.kind in ("sum", "cast") or operation.in_backward or is_too_large
 
 
@@ -214,8 +213,7 @@ def _where(report: Overflow) -> str:
     if report.cause == "not reproduced" or operation is None:
         gradients = f"the gradients of {named(report.parameters)} are not finite" if report.parameters else ""
         return f"{report.module}: {gradients}" if report.module else gradients
-    short = operation.code if len(operation.code) <= _MOST_CODE else f"{operation.code[:_MOST_CODE]} ..."
-    code = f"      {report.line}  {short}" if report.line else ""
+    code = f"      {report.line}  {shorten(operation.code, 64, placeholder=' ...')}" if report.line else ""
     return f"{operation.module or 'training_step'}: {_value(report, operation)}{code}"
 
 

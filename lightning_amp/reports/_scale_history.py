@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import final, override
 
 from lightning_amp._files import open_text
-from lightning_amp._text import alike, counted
+from lightning_amp._text import alike
 from lightning_amp.findings import StepRecord
 from lightning_amp.reports._figures import COLORS, new_figure, saved, say_empty
 from lightning_amp.reports._table import Table
@@ -61,10 +61,6 @@ class ScaleHistory(Table[StepRecord]):
     @override
     def __len__(self) -> int:
         return len(self._records)
-
-    @override
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({counted(len(self), 'record')}: {self.summary()})"
 
     @property
     def last(self) -> StepRecord | None:

@@ -118,12 +118,11 @@ def described(found: Call | Gradient, run: Trace, fp32_run: Trace | None = None)
     call = found if isinstance(found, Call) else found.call
     in_fp32 = None if fp32_run is None else fp32_run.by_key.get(call.key)
     place = call.key.place
+    where: tuple[str, int, str] = ("", 0, "") if place is None else (place.file, place.line, place.code)
     bad = found.made.bad if isinstance(found, Call) else found.arrived.bad or found.computed.bad
     op = Op(
         call.key.name,
-        file="" if place is None else place.file,
-        line=0 if place is None else place.line,
-        code="" if place is None else place.code,
+        *where,
         module=call.module,
         dtype="" if found.dtype is None else str(found.dtype).removeprefix("torch."),
         shape=found.shape,

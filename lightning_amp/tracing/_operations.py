@@ -112,11 +112,10 @@ class Domain(NamedTuple):
     distance: Callable[[Tensor], Tensor]
 
 
-_INVERSES = Domain("1 or -1", "beyond 1 or -1", "between -1 and 1", lambda x: 1 - x.abs())
 _DOMAINS = {
-    "acos": _INVERSES,
-    "asin": _INVERSES,
-    "atanh": _INVERSES,
+    **dict.fromkeys(
+        ("acos", "asin", "atanh"), Domain("1 or -1", "beyond 1 or -1", "between -1 and 1", lambda x: 1 - x.abs())
+    ),
     "logit": Domain("0 or 1", "below 0 or above 1", "between 0 and 1", lambda x: torch.minimum(x, 1 - x)),
     "log1p": Domain("-1", "below -1", "above -1", lambda x: x + 1),
 }

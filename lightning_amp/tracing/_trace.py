@@ -107,8 +107,8 @@ class Call:
     made: Ends
     taken: list[Taken] = field(default_factory=list)
     in_backward: bool = False
-    is_collective: bool = False  # takes values of other ranks
     after_backward: bool = False  # such as the norm of its gradients
+    is_collective: bool = False  # takes values of other ranks
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
     special: list[tuple[SpecialKind, Ends | None]] = field(default_factory=list)  # see `special_values`
@@ -273,9 +273,8 @@ class Trace(TorchFunctionMode):
         key = Key(known.name, place, self._occurrences[known.name, place])
         self._occurrences[known.name, place] += 1
         taken = self._take(floating(args, kwargs), place)
-        call = Call(key, len(self.calls), module, known.known_as, Ends([]), taken)
-        call.in_backward, call.after_backward = self._in_backward, self._had_backward
-        call.is_collective = known.is_collective
+        when = self._in_backward, self._had_backward
+        call = Call(key, len(self.calls), module, known.known_as, Ends([]), taken, *when, known.is_collective)
         if self._values:
             call.count = count_of(known.known_as, args, kwargs)
             with torch.no_grad(), suppress(Exception):  # of a tensor that knows no such operation

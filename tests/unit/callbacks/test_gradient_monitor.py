@@ -171,7 +171,7 @@ def test_no_gradients() -> None:
 def test_plot(tmp_path: Path) -> None:
     monitor = GradientMonitor(2)
     fit(Toy, fp16(), callbacks=[monitor])
-    figure = monitor.plot(tmp_path / "plot.png", quantity="sqnr_db")
+    figure = monitor.plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     axes: Any = figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["net.0", "net.2"]
@@ -183,8 +183,6 @@ def test_plot(tmp_path: Path) -> None:
 
 def test_plot_of_nothing(tmp_path: Path) -> None:
     GradientMonitor().plot(tmp_path / "plot.png")
-    with pytest.raises(ValueError, match="`quantity` must be \"headroom_bits\" or .* got 'speed'"):
-        GradientMonitor().plot(quantity="speed")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -17,22 +17,21 @@ def shown(figure: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("quantity", "dangerous", "safe"),
+    ("quantity", "precision", "dangerous", "safe"),
     [
-        ("headroom_bits", [-0.5, -2.0, -20.0], [1.0, 5.0, 16.0]),
-        ("underflow_fraction", [0.3, 0.9], [0.0, 0.001, 0.005]),
-        ("sqnr_db", [10.0, 3.0, -20.0], [30.0, 45.0, 80.0]),
-        ("cosine", [0.95, 0.5, -0.5], [0.9996, 1.0]),
+        ("headroom_bits", "fp16", [-0.5, -2.0, -20.0], [1.0, 5.0, 16.0]),
+        ("sqnr_db", "bf16", [10.0, 3.0, -20.0], [30.0, 45.0, 80.0]),
     ],
 )
 def test_danger_is_red_and_safety_is_pale_in_any_company(
-    quantity: Any, dangerous: list[float], safe: list[float]
+    quantity: str, precision: str, dangerous: list[float], safe: list[float]
 ) -> None:
     """The colour of a value does not depend on the other values of the picture."""
     for value in (*dangerous, *safe):
         for other in (value, *dangerous, *safe):
-            rows = [gradient_row(i, "a", **{quantity: v}) for i, v in enumerate((value, other))]
-            image: Any = GradientTable(rows).plot(quantity, None).axes[0].images[0]
+            cells = enumerate((value, other))
+            rows = [gradient_row(i, "a", precision=precision, **{quantity: v}) for i, v in cells]
+            image: Any = GradientTable(rows).plot().axes[0].images[0]
             color = image.cmap(image.norm(image.get_array()))[0, 0, :3]
             saturation = max(color) - min(color)
             assert saturation > 0.4 if value in dangerous else saturation < 0.2, (value, other)
@@ -41,9 +40,9 @@ def test_danger_is_red_and_safety_is_pale_in_any_company(
 @pytest.mark.parametrize(("num_steps", "has_numbers"), [(3, True), (60, False)])
 def test_a_healthy_picture_has_numbers_where_there_is_room(num_steps: int, has_numbers: bool) -> None:
     """All of its cells have the same pale colour."""
-    rows = [gradient_row(i, name, headroom_bits=4.0 + i) for i in range(num_steps) for name in ("a", "b")]
-    texts = [text.get_text() for text in GradientTable(rows).plot("headroom_bits", None).axes[0].texts]
-    assert texts == (["4", "5", "6"] * 2 if has_numbers else [])
+    rows = [gradient_row(i, name, sqnr_db=41.0 + i) for i in range(num_steps) for name in ("a", "b")]
+    texts = [text.get_text() for text in GradientTable(rows).plot().axes[0].texts]
+    assert texts == (["41", "42", "43"] * 2 if has_numbers else [])
 
 
 def test_what_has_no_number_is_grey_and_an_overflow_is_the_worst() -> None:
@@ -53,8 +52,8 @@ def test_what_has_no_number_is_grey_and_an_overflow_is_the_worst() -> None:
         gradient_row(0, "over", headroom_bits=-math.inf, largest=math.inf, sqnr_db=math.nan),
         gradient_row(1, "a", sqnr_db=math.inf),
     ]
-    for quantity in ("headroom_bits", "sqnr_db"):
-        axes: Any = GradientTable(rows).plot(quantity, None).axes[0]
+    for precision in ("fp16", "bf16"):
+        axes: Any = GradientTable(row._replace(precision=precision) for row in rows).plot().axes[0]
         names = [label.get_text() for label in axes.get_yticklabels()]
         values = dict(zip(names, axes.images[0].get_array(), strict=True))
         assert values["zero"].mask.all()
@@ -66,7 +65,7 @@ def test_what_has_no_number_is_grey_and_an_overflow_is_the_worst() -> None:
 
 def test_a_picture_has_the_15_worst_rows_in_the_order_of_the_module() -> None:
     table = GradientTable([*hundred_gradients(), gradient_row(0, "(all)")])
-    figure: Any = table.plot("sqnr_db", None)
+    figure: Any = table.plot()
     names = shown(figure)
     assert len(names) == 15
     assert "layer.50" in names
@@ -78,7 +77,7 @@ def test_the_worst_of_any_step_counts_and_overflow_most_of_all() -> None:
     rows = [gradient_row(step, f"layer.{i}") for step in range(3) for i in range(30)]
     rows[30 + 17] = gradient_row(1, "layer.17", sqnr_db=math.nan)
     rows[30 + 20] = gradient_row(1, "layer.20", sqnr_db=-5.0)
-    names = shown(GradientTable(rows).plot("headroom_bits", None))
+    names = shown(GradientTable(rows).plot())
     assert names == [*(f"layer.{i}" for i in range(13)), "layer.17", "layer.20"]
 
 
