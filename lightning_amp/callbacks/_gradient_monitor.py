@@ -8,23 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require_choice, require_count
-from lightning_amp._last_trainer import LastTrainer
-from lightning_amp.callbacks._trainers import (
-    has_mixed_precision,
-    log_metrics,
-    require_lightning_trainer,
-    why_not_twice,
-)
+from lightning_amp.callbacks._observer import Observer, log_metrics, no_mixed_precision, why_not_twice
 from lightning_amp.causes import lost_in_training
-from lightning_amp.findings import GradientRow, GradientSample, LostPrecision, TriedRemedy
+from lightning_amp.findings import GradientRow, GradientSample
 from lightning_amp.numerics import fitting_scale
-from lightning_amp.precision import AmpPrecision
-from lightning_amp.reports import MAX_ROWS, GradientTable, Quantity, describe_derivative, describe_gradient
+from lightning_amp.reports import GradientTable, describe_derivative, describe_gradient
 from lightning_amp.scaling import Saved
 from lightning_amp.shadow import Failure, GradientSampler, RowsBy
 
@@ -42,7 +35,7 @@ _PATIENCE = 20
 
 
 @final
-class GradientMonitor(Callback):
+class GradientMonitor(Observer):
     """Shows whether gradients fit into fp16, and how far mixed precision moves them.
 
     .. code-block:: python
@@ -115,14 +108,14 @@ class GradientMonitor(Callback):
         require_choice("by", by, ("module", "parameter"))
         self.every_n_steps = every_n_steps
         self.by: RowsBy = by
-        self._last_trainer = LastTrainer()
-        self._forget()
+        super().__init__()
 
+    @override
     def _forget(self) -> None:
-        self.table, self._verdict, self._said = GradientTable(), "", set[str]()
+        super()._forget()
+        self.table, self._verdict, self._runs = GradientTable(), "", True
         self._next_step, self._largest, self._last_scale = 0, 0.0, math.inf
-        self._runs = True
-        self._found: dict[tuple[str, bool], LostPrecision | TriedRemedy | None] = {}
+        self._found: dict[tuple[str, bool], str] = {}  # what was tried against a lost gradient
 
     @property
     def recommended_scale(self) -> float | None:
@@ -133,39 +126,27 @@ class GradientMonitor(Callback):
         """
         return fitting_scale(self._largest) if self._largest > 0 else None
 
-    def plot(
-        self, path: str | os.PathLike[str] | None = None, *, quantity: Quantity | None = None,
-        max_rows: int | None = MAX_ROWS,
-    ) -> Figure:  # fmt: skip
-        """Draw a heat map over modules and steps.
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw a heat map over modules and steps: the 15 worst rows at most, by their worst step. Dark red is bad.
+
+        It shows the headroom of a run in fp16, and the SQNR of other runs.
 
         Args:
             path: Path or URL to also save the picture to.
-            quantity: `"headroom_bits"` (dark red: overflows), `"underflow_fraction"`, `"subnormal_fraction"`,
-                `"sqnr_db"` or `"cosine"`. `None`: the headroom of a run in fp16, the SQNR of other runs.
-            max_rows: The most rows to draw: the worst ones, by their worst step. `None` draws all.
 
         Raises:
             ModuleNotFoundError: If matplotlib is not installed (`pip install matplotlib`).
-            ValueError: If the quantity is not one of these, or `max_rows` is not a number of rows.
         """
-        return self.table.plot(quantity, path, max_rows=max_rows)
+        return self.table.plot(path)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        require_lightning_trainer(self, trainer)
-        if stage == "fit" and not self._last_trainer.goes_on(trainer):  # this hook runs before a checkpoint is restored
-            self._forget()
-
-    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._runs = has_mixed_precision(self, trainer)
-        reason = why_not_twice(trainer, pl_module, "training_step", against_fp32=True) if self._runs else None
+        reason = no_mixed_precision(trainer) or why_not_twice(trainer, pl_module, "training_step", against_fp32=True)
+        self._runs = reason is None
         if reason is not None:
-            self._runs = False
-            _messages.info(f"`GradientMonitor` does not run: {reason}.")
+            self._stand_aside(reason)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -191,10 +172,6 @@ class GradientMonitor(Callback):
     def state_dict(self) -> dict[str, Any]:
         rows = [list(row) for row in self.table]
         return {"rows": rows, "largest": self._largest, "next_step": self._next_step, "verdict": self._verdict}
-
-    @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -229,36 +206,25 @@ class GradientMonitor(Callback):
         if not failure.out_of_memory:
             self._runs = trainer.world_size > 1  # do not turn off: the other ranks wait for this rank's figures
             then = ". Its batch is left out" if self._runs else ". It is off for the rest of this run"
-        who = f"`GradientMonitor` on rank {trainer.global_rank}"
-        if self._is_news(failure.reason):
-            _messages.warn_on_this_rank(f"{who}: {failure.text}{then}, training goes on.")
+        self._warn_of_failure(trainer, failure.reason, f"{failure.text}{then}, training goes on")
 
     def _judge(self, trainer: Trainer, sample: GradientSample, sampler: GradientSampler) -> None:
         """Try a setting against a new fault of the sample, and keep the words for the end of the fit."""
         if sample.derivatives and self._is_news("derivative"):
             _messages.warn(f"`GradientMonitor`: {describe_derivative(sample.derivatives[0])}")
-        bad, key, scale = sample.bad(), None, self.recommended_scale
+        bad, key, scale = sample.bad(), ("", False), self.recommended_scale
         if bad and not sample.clipped and math.isfinite(sample.rows[-1].largest):
             key = bad[0].name, bad[0].rounds_to_zero
             if key not in self._found and len(self._found) < _MAX_CAUSES:
                 self._found[key] = lost_in_training(trainer, sample, sampler, scale)
-        self._verdict = describe_gradient(sample, scale, self._found.get(key) if key else None)
+        self._verdict = describe_gradient(sample, scale, self._found.get(key, ""))
         if sample.clipped and bad and self._is_news("clipped"):
             _messages.warn(self._verdict)
 
     def _is_settled(self, trainer: Trainer) -> bool:
         """Return whether a step was applied, or waiting takes too long. This waits for the device."""
-        plugin, scale = trainer.precision_plugin, _scale(trainer)
-        before, self._last_scale = self._last_scale, scale
-        if trainer.global_step == 0:
-            return False
-        applied = plugin.num_steps > 0 if isinstance(plugin, AmpPrecision) else scale >= before
-        return applied or trainer.global_step > _PATIENCE
-
-    def _is_news(self, kind: str) -> bool:
-        is_news = kind not in self._said
-        self._said.add(kind)
-        return is_news
+        before, self._last_scale = self._last_scale, _scale(trainer)
+        return trainer.global_step > _PATIENCE or (trainer.global_step > 0 and self._last_scale >= before)
 
 
 def _scale(trainer: Trainer) -> float:

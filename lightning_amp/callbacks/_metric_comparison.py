@@ -5,38 +5,34 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
 from lightning_amp import _messages
-from lightning_amp._arguments import is_count, is_number, require, require_bool, require_choice
-from lightning_amp._last_trainer import LastTrainer
-from lightning_amp.callbacks._trainers import (
+from lightning_amp._arguments import is_count, is_number, require, require_bool, require_choice, require_count
+from lightning_amp.callbacks._observer import (
+    Observer,
     add_callback_metrics,
     evaluation_names,
-    has_mixed_precision,
     log_evaluation_metrics,
-    require_lightning_trainer,
+    no_mixed_precision,
     why_not_twice,
 )
 from lightning_amp.causes import lost_in_evaluation, nonfinite_names
 from lightning_amp.findings import WRONG_DB, ComparisonRow, LostPrecision, ModuleRow
 from lightning_amp.reports import (
-    MAX_ROWS,
     ComparisonTable,
     ModuleTable,
     describe_both,
     describe_comparison,
     describe_difference,
-    describe_one_sided,
 )
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import Failure, PairedEvaluation, gather
+from lightning_amp.shadow import PairedEvaluation, gather
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,7 +52,7 @@ OnExceed = Literal["warn", "raise"]
 
 
 @final
-class MetricComparison(Callback):
+class MetricComparison(Observer):
     """Measures how mixed precision changes the metrics that you log in validation and test.
 
     .. code-block:: python
@@ -141,8 +137,7 @@ class MetricComparison(Callback):
         on_exceed: OnExceed = "warn",
         by_module: bool = False,
     ) -> None:
-        advice = "Use 1 to compare every time."
-        require(is_count(every_n_epochs), "every_n_epochs", "an integer of at least 1", every_n_epochs, advice)
+        require_count("every_n_epochs", every_n_epochs)
         is_share = isinstance(limit_batches, float) and 0.0 < limit_batches <= 1.0
         rule = "an integer of at least 1 (batches), a float in (0, 1] (share of the batches) or `None`"
         advice = "Leave it out to compare over all batches."
@@ -159,11 +154,12 @@ class MetricComparison(Callback):
         self.tolerance = dict(tolerance) if isinstance(tolerance, Mapping) else tolerance
         self.on_exceed: OnExceed = on_exceed
         self.by_module = by_module
-        self._last_trainer = LastTrainer()
-        self._forget()
+        super().__init__()
         self._begin_run()
 
+    @override
     def _forget(self) -> None:
+        super()._forget()
         self.table = ComparisonTable(tolerance=self.tolerance)
         self.module_table = ModuleTable()
         self._num_validations = self._num_searches = 0
@@ -173,18 +169,14 @@ class MetricComparison(Callback):
         """Write `.table` as CSV, with a header line, to a path or a URL. The file appears whole or not at all."""
         self.table.to_csv(path)
 
-    def plot(self, path: str | os.PathLike[str] | None = None, *, max_rows: int | None = MAX_ROWS) -> Figure:
-        """Draw each metric over epochs, in AMP and fp32, and the difference, as `table.plot` does."""
-        return self.table.plot(path, max_rows=max_rows)
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw each metric over steps, in AMP and fp32, and the difference, as `table.plot` does."""
+        return self.table.plot(path)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         rows, module_rows = ([list(row) for row in table] for table in (self.table, self.module_table))
         return {"rows": rows, "module_rows": module_rows, "num_validations": self._num_validations}
-
-    @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -198,27 +190,19 @@ class MetricComparison(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        require_lightning_trainer(self, trainer)
+        super().setup(trainer, pl_module, stage)
         if stage not in ("fit", "validate", "test"):
             return
         self._begin_run()
-        if stage == "fit" and not self._last_trainer.goes_on(trainer):
-            self._forget()
         step = "test_step" if stage == "test" else "validation_step"
-        if not has_mixed_precision(self, trainer):
-            self._runs = False
-        elif not is_overridden(step, pl_module):
-            self._runs = False
-            reason = f"`{type(pl_module).__name__}` has no `{step}`, in which it would compare what is logged"
-            _messages.info(f"`MetricComparison` stands aside: {reason}.")
-        elif reason := why_not_twice(trainer, pl_module, step, against_fp32=True):
-            self._runs = False
-            _messages.warn(f"`MetricComparison` does not run: {reason}.")
-
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._runs and not trainer.enable_validation:
-            _messages.info("`MetricComparison` stands aside: no validation runs in this fit.")
+        missing = f"`{type(pl_module).__name__}` has no `{step}`, in which it would compare what is logged"
+        missing = None if is_overridden(step, pl_module) else missing
+        reason = no_mixed_precision(trainer) or missing or why_not_twice(trainer, pl_module, step, against_fp32=True)
+        if reason is None and stage == "fit" and not trainer.enable_validation:
+            reason = "no validation runs in this fit"
+        self._runs = reason is None
+        if reason is not None:
+            self._stand_aside(reason)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -235,7 +219,8 @@ class MetricComparison(Callback):
             self._num_validations += 1
             if self._num_validations % self.every_n_epochs and not is_first:
                 return
-        stage, report = "test" if trainer.testing else "validation", partial(self._report_failure, trainer)
+        stage = "test" if trainer.testing else "validation"
+        report = lambda failure: self._warn_of_failure(trainer, failure.reason, failure.text)  # noqa: E731
         self._current = PairedEvaluation(
             trainer, pl_module, stage, self.limit_batches, report, by_module=self.by_module
         )  # fmt: skip
@@ -290,16 +275,9 @@ class MetricComparison(Callback):
         if self.table:
             self._print()
 
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close()
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._close()
-
     # -- work ----------------------------------------------------------------------------------------------------------
 
+    @override
     def _close(self) -> None:
         if self._current is not None:
             self._current.close()
@@ -309,7 +287,7 @@ class MetricComparison(Callback):
         self._runs = self._is_first = True
         self._resumed = False
         self._current: PairedEvaluation | None = None
-        self._said: set[str] = set()
+        self._said.clear()
 
     def _compare(self, trainer: Trainer, module: LightningModule, compared: PairedEvaluation) -> None:
         amp, fp32, epoch = compared.amp, compared.fp32, trainer.current_epoch
@@ -317,7 +295,11 @@ class MetricComparison(Callback):
             sums = compared.modules.items()
             self.module_table.add(ModuleRow.of(epoch, trainer.global_step, name, one) for name, one in sums)
         if amp.keys() != fp32.keys() and self._is_news("one side"):
-            _messages.warn(describe_one_sided(sorted(amp.keys() ^ fp32.keys())))
+            _messages.warn(
+                "`MetricComparison`: logged on one side only and not compared:"
+                f" {', '.join(sorted(amp.keys() ^ fp32.keys()))}. A callback logs them, or the module does so depending"
+                " on a value."
+            )
         self._check_names(trainer, module, sorted((amp.keys() | fp32.keys()) - _AXES))
         names = [name for name in amp if name in fp32 and name not in _AXES]
         rows = [ComparisonRow.of(epoch, 0, name, amp[name], fp32[name]) for name in names]
@@ -349,47 +331,35 @@ class MetricComparison(Callback):
         ranks = gather(trainer, (self.table.suspect(), self.table.exceeding()) if is_new else (None, ""))
         row = next((row for row, _ in ranks if row is not None), None)
         exceeding = next((text for _, text in ranks if text), "")
-        if row is None:
+        searches = self._num_searches < _MAX_SEARCHES
+        if row is None or not (exceeding or searches):
             return
-        report, searches = None, self._num_searches < _MAX_SEARCHES
         self._num_searches += searches
+        report = None
         if not exceeding and not math.isfinite(row.fp32):
-            if searches:
-                self._num_searches = _MAX_SEARCHES
-                _messages.warn(describe_both(row, nonfinite_names(trainer, module, compared)))
-            return
-        if searches:
-            report = lost_in_evaluation(trainer, module, compared, row)
-        is_cured = report is not None and any(one.works for one in report.tried)
-        is_certain = report is not None and is_cured and report.output_sqnr_db < WRONG_DB
-        if exceeding or (searches and (is_certain or not math.isfinite(row.amp))):
-            self.report, self._num_searches = self.report or report, _MAX_SEARCHES
+            text = describe_both(row, nonfinite_names(trainer, module, [one.batch for one in compared.kept]))
+        else:
+            report = lost_in_evaluation(trainer, module, compared, row) if searches else None
+            is_certain = report is not None and report.output_sqnr_db < WRONG_DB and any(t.works for t in report.tried)
+            if not exceeding and not is_certain and math.isfinite(row.amp):
+                return
             text = describe_difference(row, exceeding, report, searches)
-            if exceeding and self.on_exceed == "raise":
-                raise RuntimeError(text)
-            _messages.warn(text)
+        self.report, self._num_searches = self.report or report, _MAX_SEARCHES
+        if exceeding and self.on_exceed == "raise":
+            raise RuntimeError(text)
+        _messages.warn(text)
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
     def _print(self) -> None:
         _messages.info(describe_comparison(self.table.worst_first()))
 
-    def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
-        """Warn, on the rank where it happened, of the failure that ended a comparison."""
-        if self._is_news("out of memory" if failure.out_of_memory else "error"):
-            _messages.warn_on_this_rank(f"`MetricComparison` on rank {trainer.global_rank}: {failure.text}.")
-
-    def _is_news(self, kind: str) -> bool:
-        is_news = kind not in self._said
-        self._said.add(kind)
-        return is_news
-
 
 def _as_metrics(trainer: Trainer, rows: Sequence[ComparisonRow]) -> dict[str, torch.Tensor]:
     """Return three values for each row, as `trainer.callback_metrics` holds them."""
-    device = trainer.strategy.root_device
-    values = ((FP32_PREFIX, "fp32"), (DIFF_PREFIX, "diff"))
-    metrics = {prefix + row.metric: getattr(row, field) for row in rows for prefix, field in values}
-    metrics |= {ABS_DIFF_PREFIX + row.metric: abs(row.diff) for row in rows}
+    device, metrics = trainer.strategy.root_device, dict[str, float]()
+    for row in rows:
+        values = {FP32_PREFIX: row.fp32, DIFF_PREFIX: row.diff, ABS_DIFF_PREFIX: abs(row.diff)}
+        metrics |= {prefix + row.metric: value for prefix, value in values.items()}
     # Some devices have no float64.
     return {key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in metrics.items()}

@@ -10,29 +10,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import final, override
 
 from lightning_amp import _messages
-from lightning_amp._arguments import is_count, require_count
-from lightning_amp._compat import _modules
-from lightning_amp._files import child, location, write_atomically
-from lightning_amp._last_trainer import LastTrainer
+from lightning_amp._arguments import is_number, require_count
+from lightning_amp._compat import _lightning, _modules
+from lightning_amp._files import location, write_atomically
 from lightning_amp._terminal import own_lines
 from lightning_amp._text import counted, named
-from lightning_amp.callbacks._trainers import (
-    has_mixed_precision,
-    is_log_point,
-    log_metrics,
-    require_lightning_trainer,
-    why_not_twice,
-)
-from lightning_amp.causes.overflow import blank_report, explain, largest_weight, origins
+from lightning_amp.callbacks._observer import Observer, is_log_point, log_metrics, no_mixed_precision, why_not_twice
+from lightning_amp.causes import explain, largest_weight, nonfinite, origins
 from lightning_amp.findings import StepRecord
-from lightning_amp.numerics import dense, stack_scalars
+from lightning_amp.numerics import dense
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import Overflow
 from lightning_amp.scaling import Saved, Subscription
@@ -45,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 @final
-class OverflowLocator(Callback):
+class OverflowLocator(Observer):
     """Finds out why a step was skipped: which module, which parameters, which batch.
 
     .. code-block:: python
@@ -54,7 +46,7 @@ class OverflowLocator(Callback):
         trainer = L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[locator], max_epochs=1)
         trainer.fit(model, data)
         for report in locator.reports:
-            print(report.batch_idx, report.cause, report.diagnosis.module, report.diagnosis.operation)
+            print(report.batch_idx, report.cause, report.module, report.line)
 
     ================ =====================================================================
     key              value, at every log point
@@ -98,9 +90,8 @@ class OverflowLocator(Callback):
     its own). Another optimizer may have changed weights in the same manual step. A batch may have been edited in
     place; after the first such batch, each one is copied before its step. Callbacks that draw random numbers or edit
     the batch in `on_train_batch_start` should stand before this one in the list. Modules compiled by `torch.compile`
-    run eagerly in the replay. The replay cannot see inside modules compiled by TorchScript, and the report mentions
-    that. The locator sees only skips of :class:`~lightning_amp.AmpPrecision`; with another plugin it logs a line and
-    does nothing.
+    run eagerly in the replay. The replay cannot see inside modules compiled by TorchScript. The locator sees only skips
+    of :class:`~lightning_amp.AmpPrecision`; with another plugin it logs a line and does nothing.
 
     Args:
         max_reports: Stop searching after this many different causes in this Trainer; from then on it only counts. A
@@ -109,6 +100,11 @@ class OverflowLocator(Callback):
         dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`, or its URL (`"s3://bucket/run"`,
             as Lightning's callbacks take it). `None` writes none. If it cannot be written, the locator warns once and
             training goes on. A file appears whole or not at all.
+
+    Attributes:
+        reports: The reports of all fits of one Trainer. Each cause has one. Up to `max_reports` steps, each further
+            step that was skipped for a known cause has one. All ranks have the same reports: one for each step and rank
+            that found a cause. If no rank found the cause of a step, it has the report of rank 0.
 
     Raises:
         ValueError: If an argument is out of its range, or fsspec does not support the protocol of `dirpath`.
@@ -125,15 +121,16 @@ class OverflowLocator(Callback):
         require_count("max_reports", max_reports, least=0)
         self.max_reports = max_reports
         self.dirpath = None if dirpath is None else location(dirpath, "dirpath")
-        self._last_trainer = LastTrainer()
-        self._forget()
+        super().__init__()
         self._begin_fit()
 
+    @override
     def _forget(self) -> None:
-        self._reports: list[Overflow] = []  # of each cause; and while there is room, of each skip for a known one
+        super()._forget()
+        self.reports: list[Overflow] = []
         self._num_overflows = self._num_harmless = self._num_repeated = 0
         self._latest: tuple[int, str] | None = None  # the last skip, and the key of its cause
-        self._warned_of_folder = False
+        self._largest_weight: float | None = None  # at the first start
 
     def _begin_fit(self) -> None:
         self._plugin: AmpPrecision | None = None
@@ -143,44 +140,21 @@ class OverflowLocator(Callback):
         self._failure = ""
         # steps that were skipped, or had a loss that is not finite, and were not run again yet
         self._steps: list[StepRecord] = []
-        self._num_attempted = 0
-        self._steps_seen = 0
-        self._largest_weight: float | None = None
+        self._num_attempted = self._steps_seen = 0
         self._bad_rate: tuple[int, float] | None = None
-
-    @property
-    def reports(self) -> list[Overflow]:
-        """Return the reports of all fits of one Trainer, on at most `max_reports` skipped steps.
-
-        Each cause has one, and as long as there is room, each further step that was skipped for a known cause. All
-        ranks have the same reports: one for each step and rank that found a cause. If no rank found the cause of a
-        step, it has the report of rank 0.
-        """
-        return list(self._reports)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        require_lightning_trainer(self, trainer)
-        if stage == "fit":  # this hook runs before a checkpoint is restored
-            self._begin_fit()
-            if not self._last_trainer.goes_on(trainer):
-                self._forget()
-
-    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plugin = trainer.strategy.precision_plugin
+        self._begin_fit()
         self._steps_seen = trainer.global_step
-        if not has_mixed_precision(self, trainer):
+        if not isinstance(plugin, AmpPrecision):
+            unknown = f"{type(plugin).__name__} does not say which steps it skips. Use `plugins=[AmpPrecision(...)]`"
+            self._stand_aside(no_mixed_precision(trainer) or unknown)
             return
         _warn_of_bad_values(pl_module)
-        if not isinstance(plugin, AmpPrecision):
-            _messages.info(
-                f"`OverflowLocator` has nothing to look at: the precision plugin {type(plugin).__name__} does not say"
-                " which steps it skips. Use `plugins=[AmpPrecision(...)]`."
-            )
-            return
         self._plugin = plugin
         self._counting = plugin.records.subscribe(self._count, before_update=self._note_rate, cause=self._since)
         reason = why_not_twice(trainer, pl_module, "training_step")
@@ -189,12 +163,12 @@ class OverflowLocator(Callback):
         elif not self._is_complete:
             self._looking = plugin.records.subscribe(self._receive, at_once=True, on_bad_loss=self._on_bad_loss)
             self._num_attempted = plugin.records.num_attempted
-            if self._largest_weight is None:  # a resumed run keeps the value from its first start
+            if self._largest_weight is None:
                 self._largest_weight = largest_weight(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._is_looking:
+        if self._looking is not None:
             try:
                 self._window.add(batch, batch_idx, trainer.strategy.root_device.type)
             except Exception as error:  # such as a batch that cannot be copied
@@ -206,7 +180,7 @@ class OverflowLocator(Callback):
     ) -> None:
         if self._plugin is None:
             return
-        if self._is_looking:
+        if self._looking is not None:
             self._look(trainer, pl_module)
         before, self._steps_seen = self._steps_seen, trainer.global_step
         if is_log_point(trainer, before):
@@ -215,13 +189,11 @@ class OverflowLocator(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        parts: list[str] = []
-        if self._num_harmless:
-            steps = counted(self._num_harmless, "step")
-            parts.append(f"{steps} skipped while the scale settled, which is how dynamic scaling works")
-        if self._num_repeated:
-            parts.append(f"{counted(self._num_repeated, 'step')} more skipped for a cause that was reported")
-        if parts:
+        counts = {
+            "skipped while the scale settled, which is how dynamic scaling works": self._num_harmless,
+            "more skipped for a cause that was reported": self._num_repeated,
+        }
+        if parts := [f"{counted(number, 'step')} {why}" for why, number in counts.items() if number]:
             _messages.info(f"OverflowLocator: {'; '.join(parts)}.")
 
     @override
@@ -230,15 +202,12 @@ class OverflowLocator(Callback):
             if not isinstance(exception, FloatingPointError):  # this exception came from reading the records
                 with contextlib.suppress(Exception):
                     self._plugin.records.flush()
-            elif self._is_looking:  # the plugin raised after the last skip, before the end of the batch
+            elif self._looking is not None:  # the plugin raised after the last skip, before the end of the batch
                 self._look(trainer, pl_module)
-        self._detach()  # Lightning calls no `teardown` after an exception
+        super().on_exception(trainer, pl_module, exception)
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._detach()
-
-    def _detach(self) -> None:
+    def _close(self) -> None:
         if self._counting is not None:
             self._counting.close()
         self._stop_looking()
@@ -248,40 +217,27 @@ class OverflowLocator(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._plugin is not None:
             self._plugin.flush()  # hooks may have stepped since the last batch
-        state: dict[str, Any] = {
+        return {
             "num_overflows": self._num_overflows,
-            "counts": [self._num_harmless, self._num_repeated],
+            "num_harmless": self._num_harmless,
+            "num_repeated": self._num_repeated,
+            "largest_weight": self._largest_weight,
+            "reports": [report.as_dict() for report in self.reports],
         }
-        state["reports"] = [report.as_dict() for report in self._reports]
-        return state if self._largest_weight is None else {**state, "largest_weight": self._largest_weight}
-
-    @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = Saved(state_dict, "OverflowLocator")
-        num_overflows = saved.count("num_overflows")
-        if "counts" not in state_dict:  # the layout of an earlier version, whose reports are dropped
-            self._num_overflows = num_overflows
-            return
         try:
             reports = [Overflow.from_dict(values) for values in saved.entries("reports")]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise saved.wrong("reports", "a list of reports, as `Overflow.as_dict()` writes them") from error
-        counts = saved.entries("counts")
-        if not (len(counts) == 2 and all(is_count(number, 0) for number in counts)):
-            raise saved.wrong("counts", "two whole numbers of 0 or more")
-        self._largest_weight = saved.number("largest_weight") if "largest_weight" in state_dict else None
-        self._num_overflows, (self._num_harmless, self._num_repeated) = num_overflows, counts
-        self._reports = reports
+        largest_weight = saved.take("largest_weight", "a number, or none", lambda one: one is None or is_number(one))
+        counts = map(saved.count, ("num_overflows", "num_harmless", "num_repeated"))
+        self._num_overflows, self._num_harmless, self._num_repeated = counts
+        self._largest_weight, self.reports = largest_weight, reports
 
     # -- work ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def _is_looking(self) -> bool:
-        return self._looking is not None
 
     def _stop_looking(self) -> None:
         if self._looking is not None:
@@ -312,22 +268,14 @@ class OverflowLocator(Callback):
             self._bad_rate = step, bad[0]
 
     @property
-    def _known(self) -> set[str]:
-        return {report.key for report in self._reports}
-
-    @property
-    def _has_room(self) -> bool:
-        return len({report.record.index for report in self._reports}) < self.max_reports
-
-    @property
     def _is_complete(self) -> bool:
-        return len(self._known) >= self.max_reports
+        return len({report.key for report in self.reports}) >= self.max_reports
 
     def _since(self, step: int) -> str:
         """Write the cause of the last skip, and the advice; return an empty text if the skip was before this step."""
         if self._latest is None or self._latest[0] < step:
             return ""
-        text = next((report.in_one_line for report in self._reports if report.key == self._latest[1]), "")
+        text = next((report.in_one_line for report in self.reports if report.key == self._latest[1]), "")
         return text and f"The cause, as `OverflowLocator` found it: {text}."
 
     def _look(self, trainer: Trainer, module: LightningModule) -> None:
@@ -336,56 +284,48 @@ class OverflowLocator(Callback):
         steps, self._steps, failure = self._steps, [], ""
         try:
             if steps and (self._window or self._failure):
-                failure = self._explain(trainer, module, steps)
+                failure = next(filter(None, gather(trainer, self._failure)), "")
+                self._explain(trainer, module, [] if failure else steps)
         except Exception as error:
             self._failure = in_one_line(error)  # several ranks stop together, at the next skip
             failure = self._failure if trainer.world_size == 1 else ""
         if failure:
             _messages.warn(f"`OverflowLocator` looks no more: {failure}. Training goes on; skipped steps are counted.")
-            self._stop_looking()
         num_attempted = self._plugin.records.num_attempted
         if num_attempted != self._num_attempted:  # the next window begins
             self._num_attempted = num_attempted
             self._window.clear()
-        if self._is_complete:
+        if failure or self._is_complete:
             self._stop_looking()
 
-    def _explain(self, trainer: Trainer, module: LightningModule, steps: list[StepRecord]) -> str:
-        """Report steps; return the reason for which no rank looks any more, if there is one."""
-        if failure := next(filter(None, gather(trainer, self._failure)), ""):
-            return failure
+    def _explain(self, trainer: Trainer, module: LightningModule, steps: list[StepRecord]) -> None:
+        """Report steps to all ranks. All ranks have the same steps, because they agree on skips."""
         mine: Overflow | None = None
         for record in steps:
             if self._is_complete:
-                break
-            blank = blank_report(trainer, module, self._window, record, self._largest_weight)
+                return
             if mine is None:
-                mine = explain(trainer, module, self._window, blank, self._known)
-            else:  # the step of another optimizer, with the same batches
-                mine = replace(mine, record=record, scale_is=blank.scale_is)
-            self._report(trainer, mine)
-        return ""
+                known = {report.key for report in self.reports}
+                mine = explain(trainer, module, self._window, record, self._largest_weight, known)
+            mine = replace(mine, record=record)  # the step of another optimizer has the same batches
+            if mine.cause == "weights" and self._bad_rate is not None:
+                mine = replace(mine, cause="learning rate", bad_rate=self._bad_rate)
+            everybodys = gather(trainer, mine)
+            found = [one for one in everybodys if one.cause != "not reproduced" or one.note]
+            self._report(record, [one for one in origins(trainer, found) or everybodys[:1] if not one.is_harmless])
 
-    def _report(self, trainer: Trainer, mine: Overflow) -> None:
-        """Report a step to all ranks. All ranks make this call for the same step, because they agree on skips."""
-        if mine.cause == "weights" and self._bad_rate is not None:
-            mine = replace(mine, cause="learning rate", bad_rate=self._bad_rate)
-        everybodys = gather(trainer, mine)
-        found = [one for one in everybodys if one.cause != "not reproduced" or one.note]
-        faults = [one for one in origins(trainer, found) or everybodys[:1] if not one.is_harmless]
-        skipped, known = mine.record.skipped, self._known
-        if skipped:
-            self._latest = (mine.record.index, faults[0].key) if faults else None
-            self._num_harmless += not faults
+    def _report(self, record: StepRecord, faults: list[Overflow]) -> None:
+        """Keep the reports of a step, and print and write those of a new cause; without any the skip was harmless."""
+        known = {report.key for report in self.reports}
         new = [one for one in faults if one.key not in known]
-        self._num_repeated += bool(faults) and not new and skipped
-        taken = new or (faults if skipped and self._has_room else [])
-        if new and not self._has_room:  # a new cause takes the place of the latest skip for a known one
-            first = {report.key: report.record.index for report in reversed(self._reports)}
-            repeated = [r.record.index for r in self._reports if r.record.index not in first.values()]
-            self._reports = [r for r in self._reports if r.record.index not in repeated[-1:]]
-        self._reports += taken
-        if trainer.global_rank != 0:
+        if record.skipped:
+            self._latest = (record.index, faults[0].key) if faults else None
+            self._num_harmless += not faults
+            self._num_repeated += bool(faults) and not new
+        has_room = len({report.record.index for report in self.reports}) < self.max_reports
+        taken = new or (faults if record.skipped and has_room else [])
+        self.reports += taken
+        if not _lightning.is_rank_zero():
             return
         with own_lines():
             for report in new:
@@ -393,21 +333,9 @@ class OverflowLocator(Callback):
             if new and self._is_complete:
                 causes = "1 cause" if self.max_reports == 1 else f"{self.max_reports} different causes"
                 _log.warning(f"OverflowLocator: {causes} reported; it looks no more in this run.")
-        self._save(taken)
-
-    def _save(self, reports: list[Overflow]) -> None:
-        if self.dirpath is None:
-            return
-        try:
-            for report in reports:
-                name = f"overflow_step{report.record.index:05d}_rank{report.rank}.json"
-                write_atomically(child(self.dirpath, name), lambda file, report=report: file.write(report.to_json()))
-        except Exception as error:  # such as a full disk
-            if not self._warned_of_folder:
-                self._warned_of_folder = True
-                _messages.warn(
-                    f"`OverflowLocator` could not write to `{self.dirpath}`: {error}. Training is not affected."
-                )
+        for report in taken:
+            name = f"overflow_step{report.record.index:05d}_rank{report.rank}.json"
+            self._write(name, lambda path, report=report: write_atomically(path, lambda f: f.write(report.to_json())))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings and the reports for a pickle or a deep copy, without the current run."""
@@ -417,15 +345,9 @@ class OverflowLocator(Callback):
 
 def _warn_of_bad_values(module: nn.Module) -> None:
     """Name parameters and buffers with NaN or infinity. This waits for the device once."""
-    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    flags: dict[str, Tensor] = {}
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(tensor) or tensor.is_meta or not tensor.is_floating_point():
-            continue
-        with contextlib.suppress(Exception):  # a quantized tensor cannot be asked
-            flags[_modules.plain_name(name)] = _is_bad(tensor, name in trained or name.endswith(_STATISTICS))
-    found = stack_scalars([*flags.values()]).tolist() if flags else []
-    bad = [name for name, is_bad in zip(flags, found, strict=True) if is_bad]
+    tensors = {_modules.plain_name(n): t for n, t in [*module.named_parameters(), *module.named_buffers()]}
+    strict = {name for name, t in tensors.items() if t.requires_grad or name.endswith(_STATISTICS)}
+    bad = [name for name in nonfinite(tensors.items()) if name in strict or not _is_marker(tensors[name])]
     if bad:
         _messages.warn(
             f"`OverflowLocator`: Before the first step, parameters or buffers have NaN or infinity: {named(bad)}. No"
@@ -433,15 +355,7 @@ def _warn_of_bad_values(module: nn.Module) -> None:
         )
 
 
-@torch.no_grad()
-def _is_bad(tensor: Tensor, is_strict: bool) -> Tensor:
-    """Return a flag, []: any NaN or infinity if `is_strict`; else values of a frozen tensor that are no marker.
-
-    Masks have negative infinities on purpose, observers begin with only infinities or only NaN, and matrices of
-    distances have infinity between places that are not connected.
-    """
-    values = dense(tensor.detach())
-    bad, is_square = ~torch.isfinite(values), values.dim() >= 2 and values.shape[-1] == values.shape[-2]
-    if not is_strict:
-        bad = torch.isnan(values) if is_square else torch.isnan(values) | torch.isposinf(values)
-    return bad.any() & (bad.logical_not().any() | is_strict)
+def _is_marker(tensor: Tensor) -> bool:
+    """Return whether values may be bad on purpose: infinities of masks and distances, observers that are all NaN."""
+    nan = torch.isnan(dense(tensor.detach()))
+    return bool(nan.all() or not nan.any())

@@ -7,21 +7,20 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import is_number, require, require_count
 from lightning_amp._compat import _lightning, _torch
-from lightning_amp._files import child, location
-from lightning_amp._last_trainer import LastTrainer
+from lightning_amp._files import location
 from lightning_amp._text import exact
-from lightning_amp.callbacks._trainers import is_log_point, log_metrics, require_lightning_trainer
+from lightning_amp.callbacks._observer import Observer, is_log_point, log_metrics
 from lightning_amp.findings import StepRecord
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import SCALE_HISTORY_FILE, ScaleHistory
-from lightning_amp.scaling import Saved, Subscription
+from lightning_amp.scaling import Subscription
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +31,7 @@ SKIP_RATE = "amp/skip_rate"
 
 
 @final
-class ScaleMonitor(Callback):
+class ScaleMonitor(Observer):
     """Shows the loss scale and the skipped steps.
 
     .. code-block:: python
@@ -66,6 +65,10 @@ class ScaleMonitor(Callback):
             run leaves the history up to its last checkpoint. `None` writes no file. If it cannot be written, the
             monitor warns once and training goes on.
 
+    Attributes:
+        history: All steps up to the last log point, or to the end of fit. It survives a resume, and continues in a
+            second fit of the same Trainer. Another Trainer begins a new history.
+
     Raises:
         ValueError: If an argument is out of its range, or fsspec does not support the protocol of `dirpath`.
         ImportError: If the driver for `dirpath` is not installed.
@@ -87,40 +90,23 @@ class ScaleMonitor(Callback):
         self.log_every_n_steps = log_every_n_steps
         self.warn_below = warn_below
         self.dirpath = None if dirpath is None else location(dirpath, "dirpath")
-        self._last_trainer = LastTrainer()
         self._plugin: AmpPrecision | None = None
         self._subscription: Subscription | None = None
         self._watch: _ScalerWatch | None = None
         self._steps_seen = 0
-        self._forget()
+        super().__init__()
 
+    @override
     def _forget(self) -> None:
-        self._history = ScaleHistory()
-        self._warned = self._warned_of_folder = False
+        super()._forget()
+        self.history = ScaleHistory()
         self._logged: dict[str, float] = {}
-
-    @property
-    def history(self) -> ScaleHistory:
-        """Return all steps up to the last log point, or to the end of fit.
-
-        The history survives a resume, and continues in a second fit of the same Trainer. Another Trainer begins a new
-        history.
-        """
-        return self._history
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw the history, as `history.plot` does."""
-        return self._history.plot(path)
+        return self.history.plot(path)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        require_lightning_trainer(self, trainer)
-        if stage == "fit":  # this hook runs before a checkpoint is restored
-            self._detach()
-            if not self._last_trainer.goes_on(trainer):
-                self._forget()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -128,14 +114,12 @@ class ScaleMonitor(Callback):
         scaler = getattr(plugin, "scaler", None)
         self._steps_seen = trainer.global_step
         if isinstance(plugin, AmpPrecision):
-            self._plugin, self._subscription = plugin, plugin.records.subscribe(self._history.extend)
+            self._plugin, self._subscription = plugin, plugin.records.subscribe(self.history.extend)
         elif isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-            self._watch = _ScalerWatch(scaler, self._history)
+            self._watch = _ScalerWatch(scaler, self.history)
         else:
-            _messages.info(
-                f"`ScaleMonitor` has nothing to show: the precision plugin {type(plugin).__name__} has no loss scaler."
-                " With `plugins=[AmpPrecision(...)]` it shows skipped steps in every precision."
-            )
+            advice = "With `plugins=[AmpPrecision(...)]` it shows skipped steps in every precision"
+            self._stand_aside(f"{type(plugin).__name__} has no loss scaler. {advice}")
 
     @override
     def on_train_batch_end(
@@ -157,7 +141,7 @@ class ScaleMonitor(Callback):
             return
         self._report(trainer)
         self._save()
-        _messages.info(f"ScaleMonitor: {self._history.summary()}.")
+        _messages.info(f"ScaleMonitor: {self.history.summary()}.")
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -166,17 +150,14 @@ class ScaleMonitor(Callback):
             if not isinstance(exception, FloatingPointError):  # this exception came from reading the records
                 self._read()
         self._save()
-        self._detach()  # Lightning calls no `teardown` after an exception
+        super().on_exception(trainer, pl_module, exception)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._save()
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._detach()
-
-    def _detach(self) -> None:
+    def _close(self) -> None:
         if self._subscription is not None:
             self._subscription.close()
         self._plugin = self._subscription = self._watch = None
@@ -186,17 +167,11 @@ class ScaleMonitor(Callback):
         if self._plugin is not None:
             self._plugin.flush()  # hooks may have stepped since the last batch
         self._read()
-        return {**self._history.state_dict(), "warned": self._warned}
-
-    @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
+        return self.history.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        warned = bool(Saved(state_dict, "ScaleMonitor").any("warned"))
-        self._history.load_state_dict(state_dict)
-        self._warned = warned
+        self.history.load_state_dict(state_dict)
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -208,32 +183,25 @@ class ScaleMonitor(Callback):
 
     def _report(self, trainer: Trainer, *, is_log_point: bool = False) -> None:
         self._read()
-        last = self._history.last
+        last = self.history.last
         if last is None:
             return
-        skipped, scale = self._history.num_skipped, last.next_scale
-        values = {LOSS_SCALE: scale, SKIPPED_STEPS: float(skipped), SKIP_RATE: skipped / self._history.num_attempted}
+        skipped, scale = self.history.num_skipped, last.next_scale
+        values = {LOSS_SCALE: scale, SKIPPED_STEPS: float(skipped), SKIP_RATE: skipped / self.history.num_attempted}
         if is_log_point or values != self._logged:
             log_metrics(trainer, values)
         self._logged = values
-        if self.warn_below is not None and scale < self.warn_below and not self._warned:
-            self._warned = True
+        if self.warn_below is not None and scale < self.warn_below and self._is_news("scale"):
             _messages.warn(
-                f"The loss scale fell to {exact(scale)}, below {exact(self.warn_below)} ({self._history.summary()})."
+                f"The loss scale fell to {exact(scale)}, below {exact(self.warn_below)} ({self.history.summary()})."
                 " `OverflowLocator` finds the module whose gradients are so large. 'bf16', which has the range of fp32,"
                 " needs no loss scale."
             )
 
     def _save(self) -> None:
-        if self.dirpath is None or self._history.last is None or not _lightning.is_rank_zero():
-            return  # a fit that failed before its first step does not overwrite an earlier file
-        try:
-            self._history.to_csv(child(self.dirpath, SCALE_HISTORY_FILE))
-        except OSError as error:
-            if self._warned_of_folder:
-                return
-            self._warned_of_folder = True
-            _messages.warn(f"`ScaleMonitor` could not write to `{self.dirpath}`: {error}. Training is not affected.")
+        # a fit that failed before its first step does not overwrite an earlier file
+        if self.history.last is not None and _lightning.is_rank_zero():
+            self._write(SCALE_HISTORY_FILE, self.history.to_csv)
 
 
 @final

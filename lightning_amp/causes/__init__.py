@@ -1,8 +1,18 @@
 """Find out why a step was skipped, or a gradient or a metric is wrong, by running the user's step again with remedies.
 
-Read `_lost_precision.py` first.
+Read `_overflow.py` first.
 """
 
-from lightning_amp.causes._lost_precision import lost_in_evaluation, lost_in_training, nonfinite_names
+from lightning_amp.causes._lost_precision import lost_in_evaluation, lost_in_training
+from lightning_amp.causes._nonfinite import nonfinite, nonfinite_names
+from lightning_amp.causes._overflow import explain, largest_weight, origins
 
-__all__ = ["lost_in_evaluation", "lost_in_training", "nonfinite_names"]
+__all__ = [
+    "explain",
+    "largest_weight",
+    "lost_in_evaluation",
+    "lost_in_training",
+    "nonfinite",
+    "nonfinite_names",
+    "origins",
+]

@@ -9,21 +9,25 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_amp._compat import _modules
-from lightning_amp._containers import tensors_in
 from lightning_amp._text import exact, literal
 from lightning_amp.casting import Fp32Modules
-from lightning_amp.causes._bad_shards import bad_shards
-from lightning_amp.findings import ComparisonRow, GradientSample, LostPrecision, ModuleSums, TriedRemedy, worst_db
-from lightning_amp.numerics import count_nonfinite
+from lightning_amp.findings import (
+    ComparisonRow,
+    GradientSample,
+    LostPrecision,
+    ModuleSums,
+    TriedRemedy,
+    describe_tried,
+    worst_db,
+)
 from lightning_amp.shadow import (
     EvaluationPass,
     GradientSampler,
-    KeptBatch,
     Lockstep,
     OutputComparison,
     PairedEvaluation,
@@ -66,17 +70,11 @@ def lost_in_evaluation(
     if not all(gather(trainer, bool(compared.kept))):
         return None
 
-    def run(*precisions: Precision, rules: Sequence[str] = ()) -> list[float]:
-        def work() -> list[float]:
-            passes = [EvaluationPass(trainer, module, compared.stage, one) for one in precisions]
-            return _evaluate(passes, outputs if len(passes) == 2 else None, rules, compared.kept, row.metric)
-
-        return ranks.run(work)
-
+    run = partial(_evaluate, trainer, module, compared, row.metric)
     tried: list[TriedRemedy] = []
     found = None
     with suppress(Exception):  # such as out of memory; the difference stands in the table
-        sides = gather(trainer, run("fp32", "amp"))
+        sides = gather(trainer, ranks.run(partial(run, ("fp32", "amp"), outputs=outputs)))
         found = furthest_module(outputs.sums_of_all_ranks(trainer), precision_of(trainer))
         if found is None or not any(_shows(row, *side) for side in sides):
             return None
@@ -86,20 +84,18 @@ def lost_in_evaluation(
         ]
         for setting, precision, rules in settings:
             with suppress(Exception):  # such as half-precision weights, which cannot compute in fp32
-                values = [value for (value,) in gather(trainer, run(precision, rules=rules))]
-                gone = [_is_gone(value, *side) for value, side in zip(values, sides, strict=True)]
-                tried.append(TriedRemedy(setting, values[0], all(gone)))
+                ran = gather(trainer, ranks.run(partial(run, (precision,), rules=rules)))
+                gone = [_is_gone(value, *side) for (value,), side in zip(ran, sides, strict=True)]
+                tried.append(TriedRemedy(setting, all(gone)))
     return found and found._replace(tried=tuple(tried))
 
 
 def _evaluate(
-    passes: Sequence[EvaluationPass],
-    outputs: OutputComparison | None,
-    rules: Sequence[str],
-    kept: Sequence[KeptBatch],
-    metric: str,
-) -> list[float]:
-    """Run batches through each pass, the last one with modules in fp32, and return the metric of each pass."""
+    trainer: Trainer, module: LightningModule, compared: PairedEvaluation, metric: str,
+    precisions: Sequence[Precision], *, outputs: OutputComparison | None = None, rules: Sequence[str] = (),
+) -> list[float]:  # fmt: skip
+    """Run the kept batches in each precision, the last one with modules in fp32, and return the metric in each."""
+    passes, kept = [EvaluationPass(trainer, module, compared.stage, one) for one in precisions], compared.kept
     device_type, mha = passes[0].device_type, torch.backends.mha
     with ExitStack() as closing, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the real step already raised each of these warnings
@@ -135,23 +131,10 @@ def _is_gone(value: float, fp32: float, amp: float) -> bool:
     return abs(value - fp32) <= _GONE * abs(amp - fp32)
 
 
-def nonfinite_names(trainer: Trainer, module: LightningModule, compared: PairedEvaluation) -> list[str]:
-    """Name parameters, buffers and entries of kept batches that are not finite on a rank. All ranks must call this."""
-    shards = bad_shards(trainer, module)  # `None` for a module that is not sharded
-    named = [*module.named_buffers(), *(module.named_parameters() if shards is None else ())]
-    named += [(f"batch{path}", t) for one in compared.kept for path, t in tensors_in(one.batch)]
-    mine: set[str] = set()
-    for name, tensor in named:
-        with suppress(Exception):  # such as a quantized tensor, which cannot be looked at
-            if tensor.is_floating_point() and count_nonfinite(tensor):
-                mine.add(_modules.plain_name(name))
-    return sorted({*(shards or ())}.union(*gather(trainer, mine)))
-
-
 def lost_in_training(
     trainer: Trainer, sample: GradientSample, sampler: GradientSampler, fitting_scale: float | None
-) -> LostPrecision | TriedRemedy | None:
-    """Try one setting against the lost gradient of a sample. All ranks must call this.
+) -> str:
+    """Try one setting against the lost gradient of a sample, and say whether it helps. All ranks must call this.
 
     It tries another loss scale if values round to zero, or overflow in the backward alone. Otherwise it tries the
     module that loses most of the forward in fp32.
@@ -168,21 +151,21 @@ def lost_in_training(
     overflows = math.isnan(total.sqnr_db)
     if (overflows and sample.forward_is_finite) or row.rounds_to_zero:
         if total.precision != "fp16" or fitting_scale is None or (fitting_scale < total.scale) != overflows:
-            return None
-        return TriedRemedy(_scale_setting(trainer, row.scale, fitting_scale), *_cured(sampler.take(fitting_scale)))
+            return ""
+        again = sampler.take(fitting_scale)
+        return describe_tried([TriedRemedy(_scale_setting(trainer, row.scale, fitting_scale), _is_cured(again))])
     outputs = OutputComparison(inputs=True)
     scale = min(total.scale, fitting_scale or total.scale)  # one that has not settled would overflow in the backward
     sampler.take(scale, outputs=outputs)
     found = furthest_module(outputs.sums_of_all_ranks(trainer), total.precision)
     if found is None:
-        return None
-    setting = f"`fp32_modules=[{found.module!r}]`"
-    return found._replace(tried=(TriedRemedy(setting, *_cured(sampler.take(scale, rules=[found.module]))),))
+        return ""
+    again = sampler.take(scale, rules=[found.module])
+    return str(found._replace(tried=(TriedRemedy(f"`fp32_modules=[{found.module!r}]`", _is_cured(again)),)))
 
 
-def _cured(sample: GradientSample | None) -> tuple[float, bool]:
-    """Return the SQNR of all gradients with a setting, and whether no gradient is lost."""
-    return (math.nan, False) if sample is None else (sample.rows[-1].sqnr_db, not sample.bad())
+def _is_cured(sample: GradientSample | None) -> bool:
+    return sample is not None and not sample.bad()
 
 
 def _scale_setting(trainer: Trainer, now: float, scale: float) -> str:

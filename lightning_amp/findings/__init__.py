@@ -13,17 +13,16 @@ from lightning_amp.findings._lost_precision import (
     WRONG_DB,
     LostPrecision,
     ModuleSums,
+    TriedRemedy,
     bits_kept,
     describe_tried,
     worst_db,
 )
-from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, ModuleRow
+from lightning_amp.findings._metric import ComparisonRow, ModuleRow
 from lightning_amp.findings._op import Op, OpKind
-from lightning_amp.findings._remedy import TriedRemedy
 from lightning_amp.findings._step import StepPrecision, StepReason, StepRecord
 
 __all__ = [
-    "LOADER_SUFFIX",
     "TOTAL",
     "WRONG_DB",
     "ComparisonRow",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import final, override
 
-from lightning_amp.findings._remedy import TriedRemedy
 from lightning_amp.numerics import fidelity
 
 WRONG_DB = 20.0
@@ -20,9 +20,7 @@ _BITS = {"fp16": 11, "bf16": 8, "fp8": 8}  # the significant bits of the format 
 def bits_kept(sqnr_db: float, precision: str) -> str:
     """Write an SQNR as the number of correct bits: `1 of 8 bits`. A bit is worth 6.02 dB."""
     bits = _BITS.get(precision, 24)
-    return (
-        f"{min(max(int(sqnr_db // 6.02), 0), bits) if math.isfinite(sqnr_db) else bits * (sqnr_db > 0)} of {bits} bits"
-    )
+    return f"{int(min(max(0.0, sqnr_db / 6.02), bits))} of {bits} bits"  # of NaN none
 
 
 @final
@@ -47,6 +45,21 @@ def worst_db(sums: Tensor) -> float:
     """Return the lowest SQNR of whole tensors and of the variation between samples; -inf if a value is not finite."""
     ratios = torch.stack([fidelity(part)[0] for row in sums for part in (row[:3], row[3:])]) if len(sums) else sums
     return float(ratios.nan_to_num(-torch.inf, torch.inf, -torch.inf).min()) if len(sums) else math.inf
+
+
+@final
+class TriedRemedy(NamedTuple):
+    """A setting that was tried in a second run of a batch that shows the fault.
+
+    Attributes:
+        setting: The setting as code: `fp32_modules=['rotary']`.
+        works: Whether it helps. A metric then keeps at most a quarter of its difference to fp32, and no gradient is
+            lost. After a skipped step, loss and gradients are finite, and the loss equals the loss in fp32 within the
+            rounding of the format.
+    """
+
+    setting: str
+    works: bool
 
 
 @final
@@ -84,7 +97,7 @@ class LostPrecision(NamedTuple):
         return f"{text}\n  {describe_tried(self.tried)}" if self.tried else text
 
 
-def describe_tried(tried: tuple[TriedRemedy, ...]) -> str:
+def describe_tried(tried: Sequence[TriedRemedy]) -> str:
     """Write the settings that work, or else that none does."""
     works = [f"{one.setting} (tried: works)" for one in tried if one.works]
     if works:

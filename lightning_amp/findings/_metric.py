@@ -10,9 +10,6 @@ from typing_extensions import final
 from lightning_amp.findings._lost_precision import ModuleSums
 from lightning_amp.numerics import fidelity
 
-LOADER_SUFFIX = "/dataloader_idx_"
-"""The text that Lightning puts between the name of a metric and the number of its loader."""
-
 
 @final
 class ComparisonRow(NamedTuple):

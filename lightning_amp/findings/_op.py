@@ -8,8 +8,7 @@ from typing import Literal
 from typing_extensions import final
 
 OpKind = Literal[
-    "", "empty", "ignored", "masked", "zero", "negative", "one", "cast", "literal", "infinite", "sum", "outside",
-    "function",
+    "", "empty", "ignored", "masked", "zero", "negative", "one", "cast", "literal", "infinite", "sum", "function",
 ]  # fmt: skip
 
 
@@ -37,11 +36,11 @@ class Op:
             `"zero"`: a divisor, or the argument of a root or logarithm, is 0. `"negative"`: the argument of a root or
             logarithm is below 0. `"one"`: a standard deviation of one value. `"cast"`: a cast to a dtype that cannot
             hold the value. `"literal"`: the code writes an infinity there. `"infinite"`: a product, sum or difference
-            with an infinite argument. `"sum"`: a sum of finite values. `"outside"`: an input was not finite before the
-            step. `"function"`: an autograd Function of the user. Empty: nothing special.
+            with an infinite argument. `"sum"`: a sum of finite values. `"function"`: an autograd Function of the user.
+            Empty: nothing special.
         kind_in_fp32: The same for the run in fp32, because a divisor may round to 0 in half precision only.
         count: For a sum, the number of values per result.
-        followed_by: The operation that takes its result; preferably one that adds values up.
+        is_summed: Whether an operation that adds values up takes its result, or a division, as in a softmax by hand.
 
     """
 
@@ -60,4 +59,4 @@ class Op:
     kind: OpKind = ""
     kind_in_fp32: OpKind = ""
     count: int = 0
-    followed_by: str = ""
+    is_summed: bool = False

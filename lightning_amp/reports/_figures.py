@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from lightning_amp._files import is_url, write_atomically
+from lightning_amp._files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,11 +32,9 @@ def say_empty(axes: Any, text: str) -> None:
     axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
 
 
-def saved(figure: Figure, path: str | os.PathLike[str] | None, dpi: float | Literal["figure"] = 120) -> Figure:
+def saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
     """Save a figure in the format of the suffix if there is a path or URL, and return the figure."""
-    if path is not None and is_url(path):
+    if path is not None:
         suffix = PurePosixPath(str(path)).suffix[1:] or None
-        write_atomically(path, lambda file: figure.savefig(file, format=suffix, dpi=dpi), mode="binary")
-    elif path is not None:
-        figure.savefig(path, dpi=dpi)
+        write_atomically(path, lambda file: figure.savefig(file, format=suffix, dpi=120), mode="binary")
     return figure

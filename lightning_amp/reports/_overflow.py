@@ -7,19 +7,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
 from typing_extensions import final, override
 
 from lightning_amp._plain_data import plain
 from lightning_amp._text import counted, exact, named, rounded
-from lightning_amp.findings import Op, StepRecord
+from lightning_amp.findings import Op, StepRecord, TriedRemedy
 from lightning_amp.numerics import FP16_LARGEST
-from lightning_amp.tracing import EXPONENTIALS, NORMS, SUMMING, domain
+from lightning_amp.tracing import EXPONENTIALS, domain
 from lightning_amp.tracing import plain as plain_name
 
 _GROWN = 1e2
-_MOST_CODE = 60  # characters of a line of code
 
 ScaleIs = Literal["", "dynamic", "static", "lowest"]
 Cause = Literal["batch", "weights", "learning rate", "forward", "loss", "backward", "not reproduced"]
@@ -61,9 +61,7 @@ class Overflow:
         in_fp32: Whether the same step is finite in fp32; empty if no fp32 step was run.
         fitting_scale: The loss scale at which the gradients fit, if they are finite at a lower scale.
         largest_gradient: The largest true gradient in half precision, if the gradients are finite at a lower scale.
-        remedies: The settings that were tried in replays of the step, as code, each with whether it works. With a
-            setting that works, loss and gradients are finite, and the loss equals the loss in fp32 within the rounding
-            of the format.
+        remedies: The settings that were tried in replays of the step, as code, each with whether it works.
         note: The reason why the replay may not be exact, or why there was no replay; empty if all is well.
         largest_weights: Largest magnitude of a parameter at the start of the fit, and now.
         scale_is: `"dynamic"`, `"static"`, or `"lowest"` if the loss scale cannot fall further; empty without a scale.
@@ -90,7 +88,7 @@ class Overflow:
     in_fp32: Literal["", "finite", "not finite"] = ""
     fitting_scale: float | None = None
     largest_gradient: float | None = None
-    remedies: tuple[tuple[str, bool], ...] = ()
+    remedies: tuple[TriedRemedy, ...] = ()
     note: str = ""
     largest_weights: tuple[float, float] | None = None
     scale_is: ScaleIs = ""
@@ -132,9 +130,9 @@ class Overflow:
     def from_dict(cls, values: Mapping[str, Any]) -> Overflow:
         """Build a report from the result of :meth:`as_dict`."""
         own = {name: _tuples(value) for name, value in values.items()}
-        own["record"] = StepRecord(**values["record"])
-        if (operation := values["operation"]) is not None:
-            own["operation"] = Op(**{name: _tuples(value) for name, value in operation.items()})
+        own["record"], operation = StepRecord(**values["record"]), values["operation"]
+        own["operation"] = operation and Op(**{name: _tuples(value) for name, value in operation.items()})
+        own["remedies"] = tuple(TriedRemedy(*one) for one in values["remedies"])
         return cls(**own)
 
     def to_json(self) -> str:
@@ -179,11 +177,9 @@ def _what(report: Overflow) -> str:
         return f"`{report.parameter}` is not finite {since}"
     if report.cause == "weights":
         return f"`{report.parameter}` is not finite"
-    if report.cause == "not reproduced" and not report.num_replayed:
-        return "cause not looked for"
     if report.cause == "not reproduced":
-        where = f", on all of {report.world_size} ranks" if report.world_size > 1 else ""
-        return f"cause not found, every replay was finite, forward and backward{where}"
+        finite = "cause not found, every replay was finite, forward and backward"
+        return finite if report.num_replayed else "cause not looked for"
     part = f"in the {report.cause}"
     if report.cause == "backward":
         part += f" at loss scale {exact(report.record.scale)}" if report.record.scale != 1 else ""
@@ -197,11 +193,10 @@ def _what(report: Overflow) -> str:
 
 def _leaves_range(report: Overflow) -> bool:
     """Return whether the value is finite in fp32, and too large for the format."""
-    operation, precision = report.operation, report.record.precision
-    if operation is None or report.in_fp32 != "finite" or precision not in ("fp16", "bf16"):
+    operation = report.operation
+    if operation is None or report.in_fp32 != "finite":
         return False
-    largest = operation.largest_in_fp32
-    is_too_large = precision == "fp16" and (largest or 0) > FP16_LARGEST
+    is_too_large = report.record.precision == "fp16" and (operation.largest_in_fp32 or 0) > FP16_LARGEST
     return operation.kind in ("sum", "cast") or operation.in_backward or is_too_large
 
 
@@ -218,8 +213,7 @@ def _where(report: Overflow) -> str:
     if report.cause == "not reproduced" or operation is None:
         gradients = f"the gradients of {named(report.parameters)} are not finite" if report.parameters else ""
         return f"{report.module}: {gradients}" if report.module else gradients
-    short = operation.code if len(operation.code) <= _MOST_CODE else f"{operation.code[:_MOST_CODE]} ..."
-    code = f"      {report.line}  {short}" if report.line else ""
+    code = f"      {report.line}  {shorten(operation.code, 64, placeholder=' ...')}" if report.line else ""
     return f"{operation.module or 'training_step'}: {_value(report, operation)}{code}"
 
 
@@ -229,24 +223,20 @@ def _value(report: Overflow, operation: Op) -> str:
     if operation.in_backward:
         if report.largest_gradient is not None:
             return f"the largest true gradient is {rounded(report.largest_gradient)}{ends}"
-        if operation.name in ("float", "to") and report.in_fp32 == "finite":
-            return f"the gradient, cast back to {operation.dtype}, is {_VALUES[operation.result]}"
         verb = "got" if operation.is_sum else "gave"
         return f"{operation.name} {verb} a gradient of {_VALUES[operation.result]}{special}"
-    largest = operation.largest_in_fp32
-    if operation.kind == "cast":
-        largest = operation.largest_input
+    largest = operation.largest_input if operation.kind == "cast" else operation.largest_in_fp32
     if _leaves_range(report) and largest is not None:
         return f"{operation.name} gave {rounded(largest)}{ends}{special}"
-    size = f"; {rounded(largest)} at most in fp32" if largest is not None else ""
     if not special and operation.largest_input is not None:
-        size += f"; its largest input is {rounded(operation.largest_input)}"
-    return f"{operation.name} gave {_VALUES[operation.result]}{special}{size}"
+        special = f"; its largest input is {rounded(operation.largest_input)}"
+    return f"{operation.name} gave {_VALUES[operation.result]}{special}"
 
 
 def _special(operation: Op, in_fp32: str) -> str:
     """Name what is special about the arguments of an operation."""
     where, is_lost = domain(operation.name), in_fp32 == "finite" and operation.kind_in_fp32 != operation.kind
+    only_here = ", which it is not in fp32" if is_lost else ""
     argument = "a divisor" if operation.name in ("div", "div_") else "an argument"
     derivative = ", where it has no finite derivative" if operation.in_backward else ""
     words = {
@@ -254,10 +244,9 @@ def _special(operation: Op, in_fp32: str) -> str:
         "ignored": "each label of the batch is ignored, so that the mean is taken over no values",
         "masked": "a row is masked entirely, all of it minus infinity",
         "one": "the spread of a single value, divided by 0",
-        "zero": f"{argument} is {where.end}{derivative}{', which it is not in fp32' if is_lost else ''}",
-        "negative": f"{argument} is {where.outside}{', which it is not in fp32' if is_lost else ''}",
+        "zero": f"{argument} is {where.end}{derivative}{only_here}",
+        "negative": f"{argument} is {where.outside}{only_here}",
         "infinite": "an input is infinite, and 0 times infinity, or infinity minus infinity, is NaN",
-        "outside": "an input was not finite before the step; it is neither in the batch, nor a parameter, nor a buffer",
         "sum": f"it adds up {operation.count:,} finite values",
     }
     return f": {words[operation.kind]}" if operation.kind in words else ""
@@ -282,7 +271,7 @@ def _fix(report: Overflow) -> str:
         if math.isfinite(now) and now > _GROWN * max(before, 1.0):
             return (
                 f"a lower learning rate, or gradient clipping (not tried): the largest weight has grown from"
-                f" {rounded(before)} to {rounded(now)} since the start of this fit"
+                f" {rounded(before)} to {rounded(now)} since the start"
             )
     fixes = [f"{setting} (tried: works)" for setting, works in report.remedies if works]
     if report.fitting_scale is None and not (fixes and _advice_on(report.operation, report.in_fp32) in ("", _SMALLER)):
@@ -298,23 +287,20 @@ _ADVICE = {
     "empty": "leave out empty tensors before it, or divide a sum by `max(1, count)`",
     "one": "`correction=0`, or more than one value",
     "infinite": "replace infinities by `torch.where` or `masked_fill` before a product or a sum of them",
-    "outside": "find out where that tensor is made",
+    "literal": "a finite value in its place",
     "cast": "keep that tensor in float32",
     "sum": "`.float()` before that sum",
     "ctc_loss": "`zero_infinity=True`, or inputs that are at least as long as their labels need",
-    "CheckpointFunction": "`use_reentrant=False`, with which the line in that region is named here",
     "exp, summed": "subtract the maximum before it (`torch.logsumexp`, `log_softmax`)",
     "exp": "keep the argument of `{name}` small (`.clamp(max=...)`)",
     "log": "a stable form (`F.logsigmoid`, `log_softmax`), or an epsilon in the argument of `log`",
     "rounded log": "a stable form (`F.logsigmoid`, `log_softmax`), or `.float()` where its argument is computed",
     "div": "an epsilon in the divisor",
     "small epsilon": "an epsilon that {dtype} holds, such as 1e-4, in the divisor",
-    "norm": "an epsilon inside: `(x.square().sum() + eps).sqrt()`",
-    "derivative": "an epsilon in front of `{name}`; a `torch.where` behind it does not help",
-    "negative": "keep the argument of `{name}` {inside}: `.clamp({clamp})`, an epsilon",
+    "derivative": "an epsilon in the argument of `{name}`; a `torch.where` behind it does not help",
+    "negative": "keep the argument of `{name}` {inside}, by `.clamp` and an epsilon",
     "zero": "an epsilon in the argument of `{name}`",
     "function": "look at the `backward` of `{name}`: what it divides by, or takes a root or logarithm of",
-    "is_sum": "look for a hook that edits that gradient, and at the gradients that are added up",
     "huge": "find out where {largest_input} comes from: an outlier in the data, or weights that grow",
     _SMALLER: "smaller inputs of that line, such as a normalisation before it",
     "unknown": "the loss in fp32, and an epsilon under roots, logarithms and quotients",
@@ -327,11 +313,10 @@ def _advice(report: Overflow) -> str:
     operation = report.operation
     if operation is None:
         return _ADVICE["unknown"]
-    where, largest = domain(operation.name), operation.largest_input
+    largest_input = rounded(operation.largest_input or 0.0)
     return _ADVICE[_advice_on(operation, report.in_fp32)].format(
-        name=operation.name, dtype=operation.dtype, inside=where.inside, clamp=where.clamp,
-        largest_input="" if largest is None else rounded(largest),
-    )  # fmt: skip
+        name=operation.name, dtype=operation.dtype, inside=domain(operation.name).inside, largest_input=largest_input
+    )
 
 
 def _advice_on(operation: Op | None, in_fp32: str) -> str:
@@ -339,22 +324,15 @@ def _advice_on(operation: Op | None, in_fp32: str) -> str:
     if operation is None:
         return "unknown"
     name, kind, is_lost = plain_name(operation.name), operation.kind, in_fp32 == "finite"
-    if kind in ("masked", "ignored", "empty", "one", "infinite", "outside", "cast", "sum"):
-        return kind
-    if operation.is_sum:
-        return _SMALLER if is_lost else "is_sum"
-    if name.startswith("CheckpointFunction"):
-        return "CheckpointFunction"
-    if kind == "function":
-        return kind
-    if operation.in_backward and kind == "zero":
-        return "norm" if name in NORMS else "derivative"
-    if name in EXPONENTIALS:
-        return "exp, summed" if operation.followed_by in (*SUMMING, "div") else "exp"
-    if kind == "negative" or (kind == "zero" and name == "div"):
-        return kind if kind == "negative" else "small epsilon" if is_lost else "div"
-    if kind == "zero":
-        return kind if name != "log" else "rounded log" if is_lost else name
+    special = "" if operation.is_sum else kind
+    if special == "zero" and operation.in_backward:
+        return "derivative"
+    if special == "zero" and name in ("div", "log"):
+        return {"div": "small epsilon", "log": "rounded log"}[name] if is_lost else name
+    if special:
+        return special
+    if name in EXPONENTIALS and not operation.is_sum:
+        return "exp, summed" if operation.is_summed else "exp"
     if name == "ctc_loss":
         return name
     if not is_lost and operation.largest_input is not None and operation.largest_input > 1e15:

@@ -1,19 +1,21 @@
-"""Keep the history of a loss scale, compactly."""
+"""Keep the history of a loss scale, compactly, and draw one or several."""
 
 from __future__ import annotations
 
 import csv
 import os
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, fields
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import final, override
 
 from lightning_amp._files import open_text
-from lightning_amp._text import alike, counted
+from lightning_amp._text import alike
 from lightning_amp.findings import StepRecord
-from lightning_amp.reports._scale_drawing import plot_histories
+from lightning_amp.reports._figures import COLORS, new_figure, saved, say_empty
 from lightning_amp.reports._table import Table
 from lightning_amp.scaling import RecordLog, Saved
 
@@ -60,19 +62,10 @@ class ScaleHistory(Table[StepRecord]):
     def __len__(self) -> int:
         return len(self._records)
 
-    @override
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({counted(len(self), 'record')}: {self.summary()})"
-
     @property
     def last(self) -> StepRecord | None:
         """Return the latest step."""
         return self._records[-1] if self._records else None
-
-    @property
-    def first(self) -> StepRecord | None:
-        """Return the earliest known step. A history that was not in the checkpoint begins where the run resumed."""
-        return self._records[0] if self._records else None
 
     @property
     def num_attempted(self) -> int:
@@ -94,10 +87,10 @@ class ScaleHistory(Table[StepRecord]):
         if not self._records:
             return "no optimizer step was recorded"
         first, last = self._records[0], self._records[-1]
-        skipped = [record.index - first.index for record in self if record.skipped]
-        text = f"{len(skipped):,} of {self.num_attempted:,} steps skipped"
-        if skipped and self.num_attempted > 20:
-            text += f", {sum(index < 20 for index in skipped):,} in the first 20"
+        text = f"{self.num_skipped:,} of {self.num_attempted:,} steps skipped"
+        if self.num_skipped and self.num_attempted > 20:
+            early = sum(record.skipped and record.index < first.index + 20 for record in self)
+            text += f", {early:,} in the first 20"
         losses = sum(record.reason == "loss" for record in self)
         if losses:
             text += f", {losses:,} of them with a non-finite loss"
@@ -148,12 +141,7 @@ class ScaleHistory(Table[StepRecord]):
                     raise ValueError(f"the header must be {_HEADER}, got {header}")
                 for index, optimizer, scale, next_scale, skipped, *words in reader:
                     numbers = int(index), int(optimizer), float(scale), float(next_scale), bool(int(skipped))
-                    record = Saved({"row": [*numbers, *words]}, "ScaleHistory").record("row")
-                    if record is None or record.index <= (-1 if history.last is None else history.last.index):
-                        raise ValueError("steps come in their order")
-                    if min(record.scale, record.next_scale) < 0:  # the scale of torch's own scaler can fall to 0
-                        raise ValueError("scales are not negative")
-                    history.extend([record])
+                    history.extend(_records([[*numbers, *words]]))
             except (csv.Error, ValueError) as error:
                 raise ValueError(
                     f"`{path}`, line {reader.line_num}, is not a row of a scale history ({error}). The file may be cut"
@@ -172,9 +160,7 @@ class ScaleHistory(Table[StepRecord]):
             ValueError: If an entry is missing or wrong. The history does not change then.
         """
         saved = Saved(state, "ScaleHistory")
-        records = [Saved({"records": row}, "ScaleHistory").record("records") for row in saved.entries("records")]
-        is_open = bool(saved.any("is_open"))
-        self._records, self._is_open = [record for record in records if record is not None], is_open
+        self._records, self._is_open = _records(saved.entries("records")), bool(saved.any("is_open"))
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw the scale over the steps, with a mark for each skip.
@@ -186,3 +172,46 @@ class ScaleHistory(Table[StepRecord]):
             ModuleNotFoundError: If matplotlib is not installed (`pip install matplotlib`).
         """
         return plot_histories({"loss scale": self}, path, title=f"Loss scale: {self.summary()}")
+
+
+def _records(rows: Iterable[Any]) -> list[StepRecord]:
+    found = [Saved({"records": row}, "ScaleHistory").record("records") for row in rows]
+    return [record for record in found if record is not None]
+
+
+def plot_histories(
+    histories: Mapping[str, ScaleHistory], path: str | os.PathLike[str] | None = None, *, title: str = "Loss scale"
+) -> Figure:
+    """Draw runs into one picture. Each run and its skips have their own colour; the legend has the names of the runs.
+
+    Args:
+        histories: The steps of each run, by its name.
+        path: Path or URL to also save the picture to.
+        title: The title of the picture; a long one is wrapped.
+    """
+    figure = new_figure(8, 3.6 + 0.12 * len(histories))
+    axes: Any = figure.add_subplot()
+    axes.set(xlabel="optimizer steps attempted", ylabel="loss scale")
+    axes.set_title(textwrap.fill(title, 90, break_on_hyphens=False), fontsize="medium")
+    records = [record for history in histories.values() for record in history]
+    if not records:
+        say_empty(axes, ScaleHistory().summary())
+        return saved(figure, path)
+    for (name, history), color in zip(histories.items(), cycle(COLORS), strict=False):
+        steps = [*(record.index for record in history[:1]), *(record.index + 1 for record in history)]
+        scales = [*(record.scale for record in history[:1]), *(record.next_scale for record in history)]
+        label = f"{name}: {history.num_skipped:,} of {history.num_attempted:,} steps skipped"
+        axes.step(steps, scales, where="post", color=color, label=label)
+        skipped = [record for record in history if record.skipped]
+        places = [record.index for record in skipped], [record.scale for record in skipped]
+        axes.plot(*places, "v", markersize=3, color=color)
+    axes.plot([], [], "v", color="gray", label="skipped")
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.set_yscale("log", base=2)
+    write = alike(scale for record in records for scale in (record.scale, record.next_scale))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda scale, _: write(scale)))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    figure.legend(loc="outside lower center", fontsize="small", frameon=False)
+    return saved(figure, path)

@@ -15,7 +15,7 @@ from lightning_amp._files import write_atomically
 from lightning_amp.findings import TOTAL
 
 MAX_ROWS = 15
-"""The default for the largest number of rows in a text or a picture."""
+"""The largest number of rows in a picture, and by default in a text."""
 
 _MAX_SAMPLES = 200
 
@@ -61,22 +61,25 @@ class SampledTable(Table[Row]):
 
     _called: ClassVar[str]
     _titles: Sequence[str]
+    _name_at: ClassVar[int]
+    """The position of the name in a row. The fields before it are the same in all rows of a sample."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._samples: list[list[Row]] = []
-        previous, names = None, set[str]()
+        names = set[str]()
         for row in rows:
-            when, name = self._key(row)
-            if when != previous or name in names:  # one step may have several samples
+            # one step may have several samples, as `trainer.validate()` may run twice
+            if not names or self._name(row) in names or self._when(row) != self._when(self._samples[-1][0]):
                 self._samples.append([])
                 names.clear()
             self._samples[-1].append(row)
-            names.add(name)
-            previous = when
+            names.add(self._name(row))
 
-    @abstractmethod
-    def _key(self, row: Row) -> tuple[object, str]:
-        """Return a value that all rows of a sample share, and the name of the row."""
+    def _name(self, row: Any) -> str:
+        return row[self._name_at]
+
+    def _when(self, row: Any) -> tuple[Any, ...]:
+        return row[: self._name_at]
 
     def add(self, rows: Iterable[Row]) -> None:
         """Append the rows of one sample. Of more than 200, every second one of the older half is dropped."""
@@ -109,12 +112,16 @@ class SampledTable(Table[Row]):
             max_rows: The most rows to show. `None` shows all, in their order.
         """
         require_count("max_rows", max_rows, none="or `None` for all rows")
-        if not self._samples:
+        if not self.last:
             return "no sample yet"
-        rows = [row for row in (self.last if max_rows is None else self.worst_first()) if self._key(row)[1] != TOTAL]
-        total = [row for row in self.last if self._key(row)[1] == TOTAL]
+        rows = [row for row in (self.last if max_rows is None else self.worst_first()) if self._name(row) != TOTAL]
         shown = rows[:max_rows]
-        return aligned([self._titles, *map(self._written, [*shown, *total])], len(shown), len(rows), self._called)
+        total = [row for row in self.last if self._name(row) == TOTAL]
+        text = aligned([self._titles, *map(self._written, [*shown, *total])])
+        if len(shown) < len(rows):
+            every = f"`print({self._called}.to_text(max_rows=None))` shows all"
+            text += f"\nThese are the {len(shown)} worst of {len(rows)}; {every}."
+        return text
 
     def worst_first(self) -> list[Row]:
         """Return the rows of the last sample, sorted."""
@@ -129,13 +136,8 @@ class SampledTable(Table[Row]):
         """Write the cells of a row."""
 
 
-def aligned(lines: Sequence[Sequence[str]], shown: int, known: int, table: str) -> str:
-    """Align the first column left and all other columns right.
-
-    If rows are left out, add the call that prints all rows of `table`.
-    """
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Align the first column left and all other columns right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip() for first, *cells in lines]
-    if shown < known:
-        text.append(f"These are the {shown} worst of {known}; `print({table}.to_text(max_rows=None))` shows all.")
     return "\n".join(text)

@@ -3,31 +3,21 @@
 from lightning_amp.tracing._conditions import RandomState, fp32_switches, full_precision, paired_random, reduces_fp32
 from lightning_amp.tracing._first_bad import (
     bad_entries,
-    bad_loss,
     described,
     first_bad,
     first_difference,
     has_fault,
     is_received,
     maker_module,
-    position,
     taking_modules,
 )
 from lightning_amp.tracing._fp32_throughout import Fp32Draws, fp32_throughout
-from lightning_amp.tracing._operations import (
-    EXPONENTIALS,
-    NORMS,
-    SUMMING,
-    domain,
-    plain,
-)
+from lightning_amp.tracing._operations import EXPONENTIALS, domain, plain
 from lightning_amp.tracing._places import Place, called_by_optimizer, running_place, user_place
 from lightning_amp.tracing._trace import Call, Gradient, Trace
 
 __all__ = [
     "EXPONENTIALS",
-    "NORMS",
-    "SUMMING",
     "Call",
     "Fp32Draws",
     "Gradient",
@@ -35,7 +25,6 @@ __all__ = [
     "RandomState",
     "Trace",
     "bad_entries",
-    "bad_loss",
     "called_by_optimizer",
     "described",
     "domain",
@@ -49,7 +38,6 @@ __all__ = [
     "maker_module",
     "paired_random",
     "plain",
-    "position",
     "reduces_fp32",
     "running_place",
     "taking_modules",

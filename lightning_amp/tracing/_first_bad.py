@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from lightning_amp._containers import tensors_in
 from lightning_amp.findings import Op
 from lightning_amp.numerics import dense
 from lightning_amp.tracing._operations import CASTS, SUMMING
-from lightning_amp.tracing._trace import FUNCTION, Call, Gradient, Taken, Trace, floating_in
+from lightning_amp.tracing._trace import FUNCTION, Call, Gradient, Trace
 
 
 def bad_entries(batch: Any) -> tuple[tuple[str, int, int, tuple[int, ...], str], ...]:
     """List the bad tensors in a batch, with path, counts, first index and kind. This waits for the device."""
     found: list[tuple[str, int, int, tuple[int, ...], str]] = []
-    for path, tensor in floating_in(batch):
+    for path, tensor in tensors_in(batch):
         with suppress(Exception):  # a quantized tensor cannot be asked
             values = dense(tensor.detach())
             bad = ~torch.isfinite(values)
@@ -29,17 +29,12 @@ def bad_entries(batch: Any) -> tuple[tuple[str, int, int, tuple[int, ...], str],
     return tuple(found)
 
 
-def bad_loss(run: Trace) -> Taken | None:
-    """Return the first loss that is not finite."""
-    return next((loss for loss in run.losses if loss.ends.bad), None)
-
-
 def first_bad(run: Trace) -> Call | Gradient | None:
     """Find the operation where the bad values of one run began; a backward if the loss is finite.
 
     If the code wrote an infinity on purpose, it is the operation that turned it into NaN.
     """
-    if bad_loss(run) is None:
+    if run.bad_loss is None:
         gradient = next((one for one in run.gradients if one.bad), None)
         if gradient is not None and gradient.call.makes_fault:  # its result does not show in the loss
             return gradient.call
@@ -53,29 +48,27 @@ def first_bad(run: Trace) -> Call | Gradient | None:
     return outside
 
 
-def first_difference(run: Trace, fp32_run: Trace) -> Call | Gradient | None:
-    """Find the first operation whose result is bad in one run and not in the other; a backward if there is none.
+def first_difference(run: Trace, fp32_run: Trace) -> Call | None:
+    """Find the first operation of the forward whose result is bad in one run and not in the other.
 
     A minus infinity counts unless it is there in fp32 too: then it is a mask.
     """
-    chain = _to_the_loss(run) if bad_loss(run) is not None else _forward(run)
-    for call in chain:
+    for call in _to_the_loss(run):
         in_fp32 = fp32_run.by_key.get(call.key)
-        if call.has_lost(in_fp32) and (bad_loss(run) is not None or in_fp32 is not None):
+        if in_fp32 is None:
+            is_lost = run.bad_loss is not None and call.kind != "literal"
+        else:
+            is_lost = not call.made.bad <= in_fp32.made.bad
+        if is_lost:
             return call
-    return next((one for one in run.gradients if one.bad), None) if bad_loss(run) is None else None
-
-
-def _forward(run: Trace) -> list[Call]:
-    return [call for call in run.calls if call.made.bad and not call.in_backward and not call.is_of_gradients]
+    return None
 
 
 def _to_the_loss(run: Trace) -> list[Call]:
     """Return the operations through which bad values reached the loss, in order; all bad ones if that is unknown."""
-    loss = bad_loss(run)
-    last = None if loss is None else loss.source
+    last = None if run.bad_loss is None else run.bad_loss.source
     if last is None:
-        return _forward(run)
+        return [call for call in run.calls if call.made.bad and not call.after_backward]
     found, queue = {last.number: last}, [last]
     while queue:
         for source in queue.pop().sources:
@@ -85,37 +78,29 @@ def _to_the_loss(run: Trace) -> list[Call]:
     return [found[number] for number in sorted(found)]
 
 
-def is_received(found: Call | Gradient | None, run: Trace) -> bool:
+def has_fault(run: Trace) -> bool:
+    """Return whether an operation of the forward made NaN or infinity, even if that does not show in the loss."""
+    return run.bad_loss is not None or any(call.makes_fault for call in _to_the_loss(run))
+
+
+def is_received(found: Call | Gradient, run: Trace) -> bool:
     """Return whether the first bad values came from another rank, by a collective operation."""
     if isinstance(found, Call):
         return found.is_collective and not found.sources
-    if found is None or found.arrived.bad:
+    if found.arrived.bad:
         return False
     inside = [call for call in run.calls if call.in_backward and call.made.bad and not call.sources][:1]
     return any(call.is_collective for call in (found.call, *inside))
 
 
-def position(found: Call | Gradient | None) -> float:
-    """Return the place of a fault in the order of operations: the backward follows the forward, in reverse."""
-    if found is None:
-        return torch.inf
-    return found.number if isinstance(found, Call) else 1e9 - found.call.number
-
-
-def makers(call: Call) -> Iterator[Call]:
-    """Iterate over the operations from whose results this one was computed, the nearest first."""
-    seen, queue = {call.number}, [one.maker for one in call.taken]
-    while queue:
-        maker = queue.pop(0)
-        if maker is not None and maker.number not in seen:
-            seen.add(maker.number)
-            yield maker
-            queue += [one.maker for one in maker.taken]
-
-
 def maker_module(call: Call) -> str | None:
     """Name the module that makes the value: the module of the operation, or of the nearest one before it."""
-    return next((one.module for one in (call, *makers(call)) if one.module), None)
+    calls = [call]
+    for one in calls:  # grows meanwhile
+        if one.module:
+            return one.module
+        calls += [taken.maker for taken in one.taken if taken.maker is not None and taken.maker not in calls]
+    return None
 
 
 def taking_modules(call: Call, run: Trace) -> list[str]:
@@ -128,22 +113,16 @@ def taking_modules(call: Call, run: Trace) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def has_fault(run: Trace) -> bool:
-    """Return whether an operation of the forward made NaN or infinity, even if that does not show in the loss."""
-    return bad_loss(run) is not None or any(call.makes_fault for call in _forward(run))
-
-
 def described(found: Call | Gradient, run: Trace, fp32_run: Trace | None = None) -> Op:
     """Describe an operation of `run`, or its backward."""
     call = found if isinstance(found, Call) else found.call
     in_fp32 = None if fp32_run is None else fp32_run.by_key.get(call.key)
     place = call.key.place
+    where: tuple[str, int, str] = ("", 0, "") if place is None else (place.file, place.line, place.code)
     bad = found.made.bad if isinstance(found, Call) else found.arrived.bad or found.computed.bad
     op = Op(
         call.key.name,
-        file="" if place is None else place.file,
-        line=0 if place is None else place.line,
-        code="" if place is None else place.code,
+        *where,
         module=call.module,
         dtype="" if found.dtype is None else str(found.dtype).removeprefix("torch."),
         shape=found.shape,
@@ -153,7 +132,7 @@ def described(found: Call | Gradient, run: Trace, fp32_run: Trace | None = None)
         kind="function" if call.known_as == FUNCTION else call.kind,
         kind_in_fp32="" if in_fp32 is None else in_fp32.kind,
         count=call.count,
-        followed_by=_taker(call, run.calls),
+        is_summed=any(one.key.name in SUMMING and any(t.maker is call for t in one.taken) for one in run.calls),
     )
     if isinstance(found, Call):
         return op
@@ -162,8 +141,3 @@ def described(found: Call | Gradient, run: Trace, fp32_run: Trace | None = None)
         op = replace(op, file=inner.file, line=inner.line, code=inner.code)  # in the backward of the function
     kind = "" if op.name in CASTS or op.kind == "sum" else op.kind
     return replace(op, in_backward=True, is_sum=bool(found.arrived.bad), kind=kind)
-
-
-def _taker(call: Call, calls: Iterable[Call]) -> str:
-    names = [one.key.name for one in calls if any(taken.maker is call for taken in one.taken)]
-    return next((name for name in names if name in SUMMING), next(iter(names), ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,28 +38,25 @@ ROOTS = {"sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "reciprocal", 
          "normalize", "cosine_similarity", "cdist", "pairwise_distance", "float_power", "acos", "asin", "atanh",
          "atan2", "xlogy", "logit"}  # fmt: skip
 """Operations whose result or derivative is not finite where an argument is 0 or at another pole."""
-ENDS_AT_ONE = {"acos", "asin", "atanh"}
-"""Operations whose derivative is infinite at 1 and -1."""
-ONE_SIDED = {"sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "logit", *ENDS_AT_ONE}
+ONE_SIDED = {"sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "logit", "acos", "asin", "atanh"}
 """Operations whose result is NaN on one side of their pole."""
-NORMS = {"norm", "vector_norm"}
 EXPONENTIALS = {"exp", "expm1", "exp2", "cosh", "sinh"}
 REDUCTIONS = {"mean", "std", "var", "max", "min", "amax", "amin", "nanmean", "median", "mse_loss", "l1_loss",
               "smooth_l1_loss", "huber_loss", "cross_entropy", "nll_loss", "binary_cross_entropy",
               "binary_cross_entropy_with_logits", "kl_div", "triplet_margin_loss", "norm"}  # fmt: skip
 SUMS = {"sum", "cumsum", "nansum"}
 SPREADS = {"std", "var"}
-SUMMING = ("sum", "logsumexp", "mean")
-"""Operations that add up exponentials."""
+SUMMING = {"sum", "logsumexp", "mean", "div"}
+"""Operations that add up exponentials, or divide by their sum."""
 SOFTMAXES = {"softmax", "log_softmax", "logsumexp", "cross_entropy", "scaled_dot_product_attention",
              "multi_head_attention_forward", "softmin", "gumbel_softmax"}  # fmt: skip
-ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 CASTS = {"to", "float"}
 PRODUCTS = {"mul", "matmul", "bmm", "sub", "add"}
 """Operations of two tensors: 0 times infinity, and infinity minus infinity, are NaN."""
 LITERALS = {"masked_fill", "where", "full", "new_full", "full_like", "tensor", "as_tensor", "new_tensor", "fill",
             "assignment", "index_fill", "scatter", "pad"}  # fmt: skip
 """Operations that write a given value: if it is infinite, the code wrote it on purpose."""
+_ALWAYS: dict[str, SpecialKind] = {"to": "cast", **dict.fromkeys(SUMS, "sum"), **dict.fromkeys(LITERALS, "literal")}
 
 
 @final
@@ -105,56 +103,45 @@ class Domain(NamedTuple):
         end: Arguments where the result, or the derivative, is not finite.
         outside: Arguments where the result is NaN.
         inside: Arguments where the result and the derivative are finite.
-        clamp: Arguments of `.clamp` that keep the operation's argument inside that domain.
-
+        distance: Returns how far each value is from the end; negative outside of the domain.
     """
 
-    end: str = "0"
-    outside: str = "below 0"
-    inside: str = "from below 0"
-    clamp: str = "min=eps"
+    end: str
+    outside: str
+    inside: str
+    distance: Callable[[Tensor], Tensor]
+
+
+_DOMAINS = {
+    **dict.fromkeys(
+        ("acos", "asin", "atanh"), Domain("1 or -1", "beyond 1 or -1", "between -1 and 1", lambda x: 1 - x.abs())
+    ),
+    "logit": Domain("0 or 1", "below 0 or above 1", "between 0 and 1", lambda x: torch.minimum(x, 1 - x)),
+    "log1p": Domain("-1", "below -1", "above -1", lambda x: x + 1),
+}
 
 
 def domain(name: str) -> Domain:
-    """Return the words for the domain of an operation."""
-    if plain(name) in ENDS_AT_ONE:
-        return Domain("1 or -1", "beyond 1 or -1", "between -1 and 1", "-1 + eps, 1 - eps")
-    if plain(name) == "logit":
-        return Domain("0 or 1", "below 0 or above 1", "between 0 and 1", "eps, 1 - eps")
-    if plain(name) == "log1p":
-        return Domain("-1", "below -1", "above -1", "min=eps - 1")
-    return Domain()
+    """Return the domain of an operation."""
+    return _DOMAINS.get(plain(name), Domain("0", "below 0", "above 0", lambda x: x))
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
 def argument_of(name: str, args: Any, kwargs: Any) -> Any:
-    """Return the argument that must not be 0: a divisor, the argument of a root or logarithm."""
-    if plain(name) == "div":
-        if len(args) > 1 and isinstance(args[0], Tensor):
-            return args[1] if "other" not in kwargs else kwargs["other"]
-        return kwargs.get("other", args[-1] if args else None)
-    if name == "xlogy" and len(args) > 1:
-        return args[1]
-    return args[0] if args else kwargs.get("input")
+    """Return the argument that must not be 0: a divisor, or the argument of a root or logarithm; `None` without one.
 
-
-def has_roots(name: str, args: Any, kwargs: Any) -> bool:
-    """Return whether an argument of 0 matters: for a power only if the exponent is below 1 or fractional."""
-    if plain(name) not in ("pow", "float_power"):
-        return True
-    exponent = kwargs.get("exponent", args[1] if len(args) > 1 else 2)
-    return isinstance(exponent, Tensor) or exponent < 1 or exponent != int(exponent)
-
-
-def distance_from_end(name: str, value: Tensor) -> Tensor:
-    """Return how far each value is from the pole; negative outside of the domain."""
-    if plain(name) in ENDS_AT_ONE:
-        return 1 - value.abs()
-    if plain(name) == "logit":
-        return torch.minimum(value, 1 - value)
-    return value + 1 if plain(name) == "log1p" else value
+    An argument of 0 matters to a power only if the exponent is below 1 or fractional.
+    """
+    name = plain(name)
+    if name in ("div", "xlogy"):
+        return kwargs.get("other", args[1] if len(args) > 1 else None)
+    if name in ("pow", "float_power"):
+        exponent = kwargs.get("exponent", args[1] if len(args) > 1 else 2)
+        if not isinstance(exponent, Tensor) and exponent >= 1 and exponent == int(exponent):
+            return None
+    return (args[0] if args else kwargs.get("input")) if name in ROOTS else None
 
 
 def count_of(name: str, args: Any, kwargs: Any) -> int:
@@ -179,23 +166,19 @@ def special_values(name: str, args: Any, kwargs: Any) -> list[tuple[SpecialKind,
         return [("empty", None)]
     if name in SPREADS and count_of(name, args, kwargs) == 1:
         return [("one", None)]
-    if plain(name) in LITERALS:
-        return [("literal", None)]
-    if name == "to":
-        return [("cast", None)]
-    if name in SUMS:
-        return [("sum", None)]
+    if plain(name) in _ALWAYS:
+        return [(_ALWAYS[plain(name)], None)]
     found: list[tuple[SpecialKind, list[Tensor] | None]] = []
     target = args[1] if len(args) > 1 else kwargs.get("target")
     if name in ("cross_entropy", "nll_loss") and isinstance(target, Tensor) and not target.is_floating_point():
         found.append(("ignored", [(target == kwargs.get("ignore_index", -100)).all().float()]))
     if name in SOFTMAXES:
         return [*found, *(("masked", [rows.any().float()]) for rows in _masked_rows(name, args, kwargs))]
-    pole = argument_of(name, args, kwargs) if plain(name) in ROOTS and has_roots(name, args, kwargs) else None
+    pole = argument_of(name, args, kwargs)
     if isinstance(pole, (int, float)):
         pole = torch.tensor(float(pole))
     if isinstance(pole, Tensor) and pole.numel() and not pole.is_nested:
-        distance = pole.detach().abs() if pole.is_complex() else distance_from_end(name, pole.detach())
+        distance = pole.detach().abs() if pole.is_complex() else domain(name).distance(pole.detach())
         signed = distance if plain(name) in ONE_SIDED else distance.abs()
         found.append(("pole", [signed.min(), distance.abs().min()]))
     return found
@@ -203,21 +186,19 @@ def special_values(name: str, args: Any, kwargs: Any) -> list[tuple[SpecialKind,
 
 def _masked_rows(name: str, args: Any, kwargs: Any) -> list[Tensor]:
     """Return flags, for each mask or input: which rows are hidden, or minus infinity, throughout."""
-    if name in ATTENTION:
+    if "attention" in name:
         masks = [value for key, value in kwargs.items() if "mask" in key and isinstance(value, Tensor)]
         masks += [value for value in args[3:] if isinstance(value, Tensor) and value.dtype == torch.bool]
-        padding, rows = kwargs.get("key_padding_mask"), list[Tensor]()
-        for mask in masks:
-            # True means "attend" in scaled_dot_product_attention, and "do not attend" in multi-head attention
-            is_reversed = name == "scaled_dot_product_attention" and mask is not padding
-            hidden = torch.isneginf(mask) if mask.dtype != torch.bool else ~mask if is_reversed else mask
-            rows.append(hidden.all(-1))
-        return rows
+        # True means "attend" in scaled_dot_product_attention, and "do not attend" in multi-head attention
+        is_reversed = name == "scaled_dot_product_attention"
+        hidden = [torch.isneginf(m) if m.dtype != torch.bool else ~m if is_reversed else m for m in masks]
+        return [mask.all(-1) for mask in hidden]
     value = args[0] if args else kwargs.get("input")
     if not isinstance(value, Tensor) or not value.dim():
         return []
-    dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else -1)
-    dim = min(1, value.dim() - 1) if name == "cross_entropy" else dim if isinstance(dim, int) else -1
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if not isinstance(dim, int):
+        dim = min(1, value.dim() - 1) if name == "cross_entropy" else -1
     return [torch.isneginf(value.detach()).all(dim)]
 
 

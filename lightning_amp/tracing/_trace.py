@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,8 +107,8 @@ class Call:
     made: Ends
     taken: list[Taken] = field(default_factory=list)
     in_backward: bool = False
+    after_backward: bool = False  # such as the norm of its gradients
     is_collective: bool = False  # takes values of other ranks
-    is_of_gradients: bool = False  # computes with the gradients of a backward, such as their norm
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
     special: list[tuple[SpecialKind, Ends | None]] = field(default_factory=list)  # see `special_values`
@@ -155,12 +154,6 @@ class Call:
         new = set(self.made.bad - self.takes_bad)
         return bool(new) and not (new == {"-inf"} and (self.takes_bad or self.kind == "literal"))
 
-    def has_lost(self, reference: Call | None) -> bool:
-        """Return whether its result has NaN or infinity where the result of a reference has none."""
-        if reference is None:
-            return bool(self.made.bad) and self.kind != "literal"
-        return not self.made.bad <= reference.made.bad
-
 
 @final
 @dataclass(slots=True, eq=False)
@@ -203,15 +196,7 @@ class Trace(TorchFunctionMode):
         self.gradients: list[Gradient] = []  # in the order in which they were computed
         self.losses: list[Taken] = []
         self.by_key: dict[Key, Call] = {}
-        self.unseen: list[str] = []  # outermost modules that TorchScript compiled, which cannot be looked into
-        self._names: dict[int, str] = {}
-        for full_name, one in module.named_modules():
-            name = _modules.plain_name(full_name)
-            self._names[id(one)] = name
-            is_inside = any(name.startswith(f"{outer}.") for outer in self.unseen)
-            if isinstance(one, torch.jit.ScriptModule) and not is_inside:
-                self.unseen.append(name)
-        self._parameters = list(module.parameters())
+        self._names = {id(one): _modules.plain_name(name) for name, one in module.named_modules()}
         self._boundary, self._values, self._loss_in_fp32 = boundary, values, loss_in_fp32
         self._in_backward = self._in_derivative = self._had_backward = False
         self._occurrences: Counter[tuple[str, Place | None]] = Counter()
@@ -220,7 +205,6 @@ class Trace(TorchFunctionMode):
         self._written: dict[int, Call] = {}  # the last operation that wrote to a memory address
         self._nodes: dict[Any, Call] = {}
         self._handles: list[Any] = []
-        self._itself: weakref.ref[Trace] = weakref.ref(self)
 
     @override
     def __exit__(self, *error: Any) -> None:
@@ -261,8 +245,8 @@ class Trace(TorchFunctionMode):
         with _modules.outside_function_modes(), _modules.outside_transforms():
             seen = replace((args, kwargs), _behind) if is_transformed else (args, kwargs)
             call = self._before(place, module, known, *seen)
-        run = _in_fp32 if self._loss_in_fp32 and not module and not known.is_in_place else _as_it_is
-        result = run(func, args, kwargs)
+        in_fp32 = self._loss_in_fp32 and not module and not known.is_in_place
+        result = _in_fp32(func, args, kwargs) if in_fp32 else func(*args, **kwargs)
         with _modules.outside_function_modes(), _modules.outside_transforms():
             self._after(call, args[0] if result is None or known.name == "assignment" else result)
         return result
@@ -270,6 +254,11 @@ class Trace(TorchFunctionMode):
     def note_loss(self, loss: Tensor) -> None:
         """Record a loss, before its backward."""
         self.losses += self._take([loss], None)
+
+    @property
+    def bad_loss(self) -> Taken | None:
+        """Return the first loss that is not finite."""
+        return next((loss for loss in self.losses if loss.ends.bad), None)
 
     @contextmanager
     def in_backward(self) -> Generator[None]:
@@ -283,12 +272,9 @@ class Trace(TorchFunctionMode):
     def _before(self, place: Place | None, module: str | None, known: Known, args: Any, kwargs: Any) -> Call:
         key = Key(known.name, place, self._occurrences[known.name, place])
         self._occurrences[known.name, place] += 1
-        inputs = floating(args, kwargs)
-        call = Call(key, len(self.calls), module, known.known_as, Ends([]), self._take(inputs, place))
-        call.in_backward, call.is_collective = self._in_backward, known.is_collective
-        call.is_of_gradients = any(one.maker is not None and one.maker.is_of_gradients for one in call.taken)
-        if self._had_backward and not call.is_of_gradients:
-            call.is_of_gradients = any(p.grad is tensor for tensor in inputs for p in self._parameters)
+        taken = self._take(floating(args, kwargs), place)
+        when = self._in_backward, self._had_backward
+        call = Call(key, len(self.calls), module, known.known_as, Ends([]), taken, *when, known.is_collective)
         if self._values:
             call.count = count_of(known.known_as, args, kwargs)
             with torch.no_grad(), suppress(Exception):  # of a tensor that knows no such operation
@@ -342,11 +328,10 @@ class Trace(TorchFunctionMode):
             if node is None or node in self._nodes or node.name().endswith("AccumulateGrad"):
                 continue
             self._nodes[node] = call
-            self._handles.append(node.register_hook(partial(_note_backward, self._itself, call)))
+            self._handles.append(node.register_hook(partial(self._note_backward, call)))
             queue += [inner for inner, _ in node.next_functions]
 
-    def note_backward(self, call: Call, computed: Any, arrived: Any) -> None:
-        """Record the backward of a node."""
+    def _note_backward(self, call: Call, computed: Any, arrived: Any) -> None:
         with _modules.outside_function_modes(), _modules.outside_transforms():
             given, made = floating(arrived), floating(computed)
             ends = [self._keep(end for t in tensors for end in _extremes(t)) for tensors in (given, made)]
@@ -360,31 +345,10 @@ class Trace(TorchFunctionMode):
         return max((size for size in sizes if size is not None), default=None)
 
 
-def _note_backward(trace: weakref.ref[Trace], call: Call, computed: Any, arrived: Any) -> None:
-    """Call :meth:`Trace.note_backward`, unless the trace no longer exists."""
-    if (found := trace()) is not None:
-        found.note_backward(call, computed, arrived)
-
-
 def floating(*values: Any) -> list[Tensor]:
     """Return the floating-point and complex tensors in `values`; inside `torch.func`, the tensors behind them."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.is_floating_point() or value.is_complex():
-                found.append(_modules.behind_transforms(value))
-        elif isinstance(value, (list, tuple)):
-            found += floating(*value)
-        elif isinstance(value, dict):
-            found += floating(*value.values())
-        elif not isinstance(value, (float, int, str, type(None), torch.dtype, torch.device)):
-            found += floating(*(tensor for _, tensor in tensors_in(value)))
-    return found
-
-
-def floating_in(values: Any) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the floating-point and complex tensors in `values`, with their paths."""
-    return ((path, t) for path, t in tensors_in(values) if t.is_floating_point() or t.is_complex())
+    found = [tensor for _, tensor in tensors_in(values) if tensor.is_floating_point() or tensor.is_complex()]
+    return [_modules.behind_transforms(tensor) for tensor in found]
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
@@ -404,10 +368,6 @@ def _address(tensor: Tensor) -> int:
         return _sharding.local(tensor).untyped_storage().data_ptr()
     except Exception:  # a sparse tensor has no storage
         return -1
-
-
-def _as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
 
 
 def _in_fp32(func: Any, args: Any, kwargs: Any) -> Any:

@@ -123,7 +123,6 @@ IN_CALLBACKS = [
     ("ScaleMonitor", "records", None, r"no entry `ScaleHistory\.records`"),
     ("ScaleMonitor", "records", 3, r"ScaleHistory\.records` must be a list"),
     ("ScaleMonitor", "records", [[1]], r"ScaleHistory\.records` must be the fields of a step"),
-    ("ScaleMonitor", "warned", None, r"no entry `ScaleMonitor\.warned`"),
     ("OverflowLocator", "num_overflows", "1", r"OverflowLocator\.num_overflows` must be a whole number"),
     ("OverflowLocator", "reports", [{"rank": 0}], r"OverflowLocator\.reports` must be a list of reports"),
     ("OverflowLocator", "reports", [3], r"OverflowLocator\.reports` must be a list of reports"),

@@ -166,7 +166,7 @@ def test_callbacks_come_and_go(tmp_path: Path) -> None:
     path = tmp_path / "a" / "step=20.ckpt"
     train(plugin_for("fp16"), 30, callbacks=callbacks, ckpt_path=path, checkpoints=tmp_path / "b", **kwargs)
     history = callbacks[0].history
-    assert (history.first.index, history.num_attempted) == (20, 10)
+    assert (history[0].index, history.num_attempted) == (20, 10)
     assert callbacks[1].state_dict()["num_overflows"] == history.num_skipped == 1
     path = tmp_path / "b" / "step=30.ckpt"
     with pytest.warns(UserWarning, match=r"callbacks used to create the checkpoint.*ScaleMonitor"):

@@ -89,7 +89,7 @@ def test_a_gradient_that_is_fp32_in_mixed_precision_does_not_overflow(caplog: py
         trainer = fit(Parametrized, AmpPrecision("fp16"), callbacks=[monitor])
     assert trainer.precision_plugin.num_skipped == 0
     assert monitor.table.last[-1].headroom_bits < 0
-    assert "Its largest value, 1.5, is computed in float32" in caplog.text
+    assert "the gradient keeps" in caplog.text
     assert "it fits" not in caplog.text
 
 
@@ -107,11 +107,11 @@ def test_no_gradients() -> None:
 def test_plot(tmp_path: Path) -> None:
     monitor = GradientMonitor(2)
     fit(Toy, fp16(), callbacks=[monitor])
-    figure = monitor.plot(tmp_path / "plot.png", quantity="sqnr_db")
+    figure = monitor.plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     axes: Any = figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["net.0", "net.2"]
-    assert axes.images[0].get_array().shape == (2, 4, 4)  # rows, samples, colour
+    assert axes.images[0].get_array().shape == (2, 4)  # rows, samples
     assert "Headroom" in monitor.plot().axes[0].get_title()
     fit(Toy, AmpPrecision("bf16"), callbacks=[monitor])
     assert "against fp32" in monitor.plot().axes[0].get_title()

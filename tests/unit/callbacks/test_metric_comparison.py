@@ -205,7 +205,7 @@ def test_tolerance_for_an_unknown_metric_names_the_known() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"every_n_epochs": 0}, "`every_n_epochs` must be an integer of at least 1, got 0"),
+        ({"every_n_epochs": 0}, "`every_n_epochs` must be an integer of 1 or more, got 0"),
         ({"every_n_epochs": 1.5}, "got 1.5"),
         ({"every_n_epochs": True}, "got True"),
         ({"limit_batches": 0}, r"`limit_batches` must be .*, got 0\."),
@@ -301,14 +301,15 @@ def test_nothing_to_compare_is_said_once(how: str, caplog: pytest.LogCaptureFixt
     assert caplog.text.count("`MetricComparison` stands aside: no validation runs in this fit") == 1
 
 
-def test_deepspeed_is_refused() -> None:
+def test_deepspeed_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     class StandIn(SimpleNamespace): ...
 
     comparison = MetricComparison()
     plugin, strategy = MixedPrecision("bf16-mixed", DEVICE), object.__new__(DeepSpeedStrategy)
     trainer: Any = StandIn(strategy=strategy, precision_plugin=plugin, current_epoch=0, global_step=0)
-    with pytest.warns(UserWarning, match="does not run: .* the strategy is `DeepSpeedStrategy`"):
+    with caplog.at_level(logging.INFO):
         comparison.setup(trainer, Model(), "fit")
+    assert "stands aside: it works on one device, in DDP, FSDP and tensor parallel" in caplog.text
     trainer.sanity_checking = False
     comparison.on_validation_start(trainer, Model())
     comparison.on_validation_batch_start(trainer, Model(), None, 0)
@@ -316,22 +317,24 @@ def test_deepspeed_is_refused() -> None:
     assert len(comparison.table) == 0
 
 
-def test_true_half_precision_is_refused() -> None:
+def test_true_half_precision_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     comparison = MetricComparison()
-    with pytest.warns(UserWarning, match="with precision 'bf16-true' there is no fp32 to compare with"):
+    with caplog.at_level(logging.INFO):
         fit(comparison, plugins=HalfPrecision("bf16-true"))
+    assert "stands aside: with precision 'bf16-true' there is no fp32 to compare with" in caplog.text
     assert len(comparison.table) == 0
 
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`", "ignore:Found `dataloader_iter` argument")
-def test_dataloader_iter_is_refused() -> None:
+def test_dataloader_iter_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     class Iterates(Model):
         def validation_step(self, dataloader_iter: Any) -> None:
             next(dataloader_iter)
 
     comparison = MetricComparison()
-    with pytest.warns(UserWarning, match="takes a `dataloader_iter` consumes its batches"):
+    with caplog.at_level(logging.INFO):
         fit(comparison, Iterates(), num_sanity_val_steps=0)
+    assert "takes a `dataloader_iter` consumes its batches" in caplog.text
     assert len(comparison.table) == 0
 
 

@@ -9,34 +9,30 @@ import pytest
 from support.tables import gradient_row, hundred_gradients
 
 from lightning_amp import GradientMonitor
-from lightning_amp.reports._gradient_table import GradientTable
+from lightning_amp.reports import GradientTable
 
 
 def shown(figure: Any) -> list[str]:
     return [label.get_text() for label in figure.axes[0].get_yticklabels()]
 
 
-def legend(figure: Any) -> list[str]:
-    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
-
-
 @pytest.mark.parametrize(
-    ("quantity", "dangerous", "safe"),
+    ("quantity", "precision", "dangerous", "safe"),
     [
-        ("headroom_bits", [-0.5, -2.0, -20.0], [1.0, 5.0, 16.0]),
-        ("underflow_fraction", [0.3, 0.9], [0.0, 0.001, 0.005]),
-        ("sqnr_db", [10.0, 3.0, -20.0], [30.0, 45.0, 80.0]),
-        ("cosine", [0.95, 0.5, -0.5], [0.9996, 1.0]),
+        ("headroom_bits", "fp16", [-0.5, -2.0, -20.0], [1.0, 5.0, 16.0]),
+        ("sqnr_db", "bf16", [10.0, 3.0, -20.0], [30.0, 45.0, 80.0]),
     ],
 )
 def test_danger_is_red_and_safety_is_pale_in_any_company(
-    quantity: Any, dangerous: list[float], safe: list[float]
+    quantity: str, precision: str, dangerous: list[float], safe: list[float]
 ) -> None:
     """The colour of a value does not depend on the other values of the picture."""
     for value in (*dangerous, *safe):
         for other in (value, *dangerous, *safe):
-            rows = [gradient_row(i, "a", **{quantity: v}) for i, v in enumerate((value, other))]
-            color = GradientTable(rows).plot(quantity, None).axes[0].images[0].get_array()[0, 0, :3]
+            cells = enumerate((value, other))
+            rows = [gradient_row(i, "a", precision=precision, **{quantity: v}) for i, v in cells]
+            image: Any = GradientTable(rows).plot().axes[0].images[0]
+            color = image.cmap(image.norm(image.get_array()))[0, 0, :3]
             saturation = max(color) - min(color)
             assert saturation > 0.4 if value in dangerous else saturation < 0.2, (value, other)
 
@@ -44,44 +40,45 @@ def test_danger_is_red_and_safety_is_pale_in_any_company(
 @pytest.mark.parametrize(("num_steps", "has_numbers"), [(3, True), (60, False)])
 def test_a_healthy_picture_has_numbers_where_there_is_room(num_steps: int, has_numbers: bool) -> None:
     """All of its cells have the same pale colour."""
-    rows = [gradient_row(i, name, headroom_bits=4.0 + i) for i in range(num_steps) for name in ("a", "b")]
-    texts = [text.get_text() for text in GradientTable(rows).plot("headroom_bits", None).axes[0].texts]
-    assert texts == (["4", "5", "6"] * 2 if has_numbers else [])
+    rows = [gradient_row(i, name, sqnr_db=41.0 + i) for i in range(num_steps) for name in ("a", "b")]
+    texts = [text.get_text() for text in GradientTable(rows).plot().axes[0].texts]
+    assert texts == (["41", "42", "43"] * 2 if has_numbers else [])
 
 
-def test_the_legend_says_what_has_no_number() -> None:
+def test_what_has_no_number_is_grey_and_an_overflow_is_the_worst() -> None:
     rows = [
         gradient_row(0, "a"),
         gradient_row(0, "zero", num_values=0, largest=0.0, headroom_bits=math.inf),
-        gradient_row(0, "over", headroom_bits=-math.inf, largest=math.inf),
-        gradient_row(1, "a"),
-        gradient_row(1, "late", sqnr_db=math.inf),
+        gradient_row(0, "over", headroom_bits=-math.inf, largest=math.inf, sqnr_db=math.nan),
+        gradient_row(1, "a", sqnr_db=math.inf),
     ]
-    figure = GradientTable(rows).plot("headroom_bits", None)
-    assert legend(figure) == ["no gradient", "all zero", "not finite"]
-    assert "equal to fp32" in legend(GradientTable(rows).plot("sqnr_db", None))
-    assert legend(GradientTable([gradient_row(0, "a"), gradient_row(0, "b")]).plot("cosine", None)) == []
+    for precision in ("fp16", "bf16"):
+        axes: Any = GradientTable(row._replace(precision=precision) for row in rows).plot().axes[0]
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        values = dict(zip(names, axes.images[0].get_array(), strict=True))
+        assert values["zero"].mask.all()
+        assert values["over"].mask.tolist() == [False, True]
+        assert values["over"][0] == axes.images[0].norm.vmin
+        assert values["a"][1] == axes.images[0].norm.vmax
+    assert "grey: no gradient" in axes.figure.axes[1].get_ylabel()
 
 
 def test_a_picture_has_the_15_worst_rows_in_the_order_of_the_module() -> None:
     table = GradientTable([*hundred_gradients(), gradient_row(0, "(all)")])
-    figure: Any = table.plot("sqnr_db", None)
+    figure: Any = table.plot()
     names = shown(figure)
     assert len(names) == 15
     assert "layer.50" in names
     assert names == sorted(names, key=lambda name: int(name.partition(".")[2]))
     assert "the 15 worst of 100" in figure.axes[0].get_title()
-    whole: Any = table.plot("headroom_bits", None, max_rows=None)
-    assert len(shown(whole)) == 100
-    assert "worst" not in whole.axes[0].get_title()
 
 
 def test_the_worst_of_any_step_counts_and_overflow_most_of_all() -> None:
     rows = [gradient_row(step, f"layer.{i}") for step in range(3) for i in range(30)]
-    rows[30 + 7] = gradient_row(1, "layer.7", sqnr_db=math.nan)
+    rows[30 + 17] = gradient_row(1, "layer.17", sqnr_db=math.nan)
     rows[30 + 20] = gradient_row(1, "layer.20", sqnr_db=-5.0)
-    assert shown(GradientTable(rows).plot("headroom_bits", None, max_rows=1)) == ["layer.7"]
-    assert shown(GradientTable(rows).plot("headroom_bits", None, max_rows=2)) == ["layer.7", "layer.20"]
+    names = shown(GradientTable(rows).plot())
+    assert names == [*(f"layer.{i}" for i in range(13)), "layer.17", "layer.20"]
 
 
 def test_nothing_to_draw() -> None:

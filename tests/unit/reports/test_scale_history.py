@@ -44,8 +44,6 @@ HEADER = b"index,optimizer_idx,scale,next_scale,skipped,reason,precision\n"
         (HEADER + b"0,0,1", "line 2, is not a row"),
         (HEADER + b"0,0,1.0,1.0,0,none,fp16\n1,0,1.0,1.0,1,gradie", "line 3, is not a row"),
         (HEADER + b"0,0,nan,1.0,0,none,fp16\n", "line 2, is not a row"),
-        (HEADER + b"0,0,1.0,-1.0,0,none,fp16\n", "line 2, is not a row"),
-        (HEADER + b"5,0,1.0,1.0,0,none,fp16\n4,0,1.0,1.0,0,none,fp16\n", "line 3, is not a row"),
         (HEADER + b"0,0,1.0,1.0,0,none,fp16\n\xff\xfe\x00", "is not a row"),
     ],
 )
@@ -79,7 +77,6 @@ def test_an_empty_history() -> None:
     history = ScaleHistory()
     assert (len(history), list(history), history.num_attempted, history.last) == (0, [], 0, None)
     assert history.summary() == "no optimizer step was recorded"
-    assert repr(history) == "ScaleHistory(0 records: no optimizer step was recorded)"
     with pytest.raises(IndexError):
         history[0]
 

@@ -141,7 +141,7 @@ def test_the_operation_is_described() -> None:
     assert op.file == __file__
     assert op.code == "return (module.head(module.body(x) * 1e6)).float().mean()"
     assert op.largest_in_fp32 == pytest.approx(float(module.body(batch()).abs().max() * 1e6), rel=1e-2)
-    assert op.followed_by == "linear"
+    assert not op.is_summed
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""Check the Trainer of a callback, and log to it."""
+"""The base class of the four callbacks, the checks of their Trainer, and how they log to it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,32 +18,84 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_amp import _messages
+from lightning_amp._files import child
+from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.precision import AmpPrecision
 
 
-def require_lightning_trainer(callback: Callback, trainer: Any) -> None:
-    """Raise a `TypeError` for a `pytorch_lightning.Trainer`."""
-    if not isinstance(trainer, Trainer) and type(trainer).__module__.startswith("pytorch_lightning"):
-        name = type(callback).__name__
-        raise TypeError(
-            f"`{name}` works with `lightning.pytorch`, got a `{type(trainer).__module__}.{type(trainer).__name__}`. The"
-            " two packages do not mix: use `import lightning as L` and `L.Trainer(...)`, with a module derived from"
-            " `L.LightningModule`."
-        )
+class Observer(Callback):
+    """A callback whose results belong to one Trainer: another one begins anew, as for k folds."""
+
+    dirpath: Path | str | None = None
+
+    def __init__(self) -> None:
+        self._last_trainer = LastTrainer()
+        self._forget()
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Drop the results of earlier fits."""
+        self._said = set[str]()
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(trainer, Trainer) and type(trainer).__module__.startswith("pytorch_lightning"):
+            raise TypeError(
+                f"`{type(self).__name__}` works with `lightning.pytorch`, not with the Trainer of `pytorch_lightning`."
+                " Use `import lightning as L`, `L.Trainer(...)` and `L.LightningModule`."
+            )
+        if stage == "fit" and not self._last_trainer.goes_on(trainer):  # before a checkpoint is restored
+            self._forget()
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()  # Lightning calls no `teardown` after an exception
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Let go of the run."""
+
+    def _stand_aside(self, reason: str) -> None:
+        _messages.info(f"`{type(self).__name__}` stands aside: {reason}.")
+
+    def _warn_of_failure(self, trainer: Trainer, reason: str, text: str) -> None:
+        """Warn, on the rank where it happened, of a failure of a second run."""
+        if self._is_news(reason):
+            _messages.warn_on_this_rank(f"`{type(self).__name__}` on rank {trainer.global_rank}: {text}.")
+
+    def _is_news(self, kind: str) -> bool:
+        is_news = kind not in self._said
+        self._said.add(kind)
+        return is_news
+
+    def _write(self, name: str, write: Callable[[Path | str], object]) -> None:
+        """Have `write` write a file in `dirpath`. A file that cannot be written does not end a fit."""
+        if self.dirpath is None:
+            return
+        try:
+            write(child(self.dirpath, name))
+        except Exception as error:  # such as a full disk; drivers raise their own exceptions
+            if self._is_news("folder"):
+                who = f"`{type(self).__name__}`"
+                _messages.warn(f"{who} could not write to `{self.dirpath}`: {error}. Training is not affected.")
 
 
-def has_mixed_precision(callback: Callback, trainer: Trainer) -> bool:
-    """Return whether a precision plugin computes in half precision, or is ours; else log the reason to stand aside."""
+def no_mixed_precision(trainer: Trainer) -> str | None:
+    """Return the reason to stand aside, if the run is in fp32 without a plugin of ours; else `None`."""
     plugin = trainer.precision_plugin
-    found = isinstance(plugin, AmpPrecision) or str(plugin.precision) != "32-true"
-    if not found:
-        _messages.info(
-            f"`{type(callback).__name__}` stands aside: this run has no mixed precision. Pass"
-            " `plugins=[AmpPrecision(...)]` to the Trainer."
-        )
-    return found
+    if isinstance(plugin, AmpPrecision) or str(plugin.precision) != "32-true":
+        return None
+    return "this run has no mixed precision. Pass `plugins=[AmpPrecision(...)]` to the Trainer"
 
 
 def log_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
@@ -64,8 +118,6 @@ def why_not_twice(trainer: Trainer, module: LightningModule, step: str, *, again
     if isinstance(strategy, DeepSpeedStrategy) or not known:
         works = "it works on one device, in DDP, FSDP and tensor parallel"
         return f"{works}, and the strategy is `{type(strategy).__name__}`"
-    if strategy.root_device.type == "xla":
-        return "the random generators of XLA devices cannot be paired"
     if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
         return f"a `{step}` that takes a `dataloader_iter` consumes its batches, so they cannot be run twice"
     # In every other precision, weights and inputs are in half or in double precision throughout.

@@ -1,0 +1,389 @@
+"""Find out why a step was skipped: run its batches again, also in fp32, and try at most three remedies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from typing_extensions import final
+
+from lightning_amp._compat import _modules
+from lightning_amp._text import exact, literal
+from lightning_amp.casting import Fp32Modules, runnable
+from lightning_amp.causes._nonfinite import bad_shards, nonfinite
+from lightning_amp.findings import StepRecord, TriedRemedy
+from lightning_amp.numerics import HALF_DTYPES, fitting_scale, largest_finite, nonfinite_gradients, stack_scalars
+from lightning_amp.precision import AmpPrecision
+from lightning_amp.reports import Overflow, ScaleIs
+from lightning_amp.shadow import (
+    BOUNDARY,
+    BatchWindow,
+    Failure,
+    KeptBatch,
+    Lockstep,
+    OtherRankFailedError,
+    TrainingPass,
+    gather,
+    is_sharded,
+    tensor_parallel_size,
+)
+from lightning_amp.tracing import (
+    Call,
+    Gradient,
+    Trace,
+    bad_entries,
+    described,
+    first_bad,
+    first_difference,
+    has_fault,
+    is_received,
+    maker_module,
+    taking_modules,
+)
+
+_SCALES = (1.0, 2.0**-20)
+"""Loss scales at which a finite forward runs again; at the second one every gradient fits that is finite at all."""
+RECEIVED = 2**62
+"""The position of a fault whose first bad values came from another rank."""
+
+Trial = tuple[str, dict[str, Any]]
+"""A remedy to try: the setting in words, and how the step runs with it."""
+
+
+def largest_weight(trainer: Trainer, module: LightningModule) -> float:
+    """Return the largest magnitude of the trained parameters; all ranks must call. This waits for the device."""
+    found = [largest_finite(p.detach()) for p in module.parameters() if p.numel() and p.requires_grad]
+    mine = float(stack_scalars(found).max()) if found else 0.0
+    return max(gather(trainer, mine)) if is_sharded(trainer) else mine
+
+
+def explain(
+    trainer: Trainer, module: LightningModule, window: BatchWindow, record: StepRecord,
+    weight_at_start: float | None, known: Collection[str],
+) -> Overflow:  # fmt: skip
+    """Run the batches of a window again until one is not finite, and report the cause.
+
+    This changes nothing. All ranks must call it. All of them run the same number of passes, whatever each of them
+    finds. If the key of the cause is in `known`, neither a run in fp32 nor remedies follow.
+    """
+    steps = list(window.kept)
+    steps = steps[-min(gather(trainer, len(steps))) :]
+    first, last = window.span
+    report = Overflow(
+        record=record,
+        rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        epoch=trainer.current_epoch,
+        batch_idx=last,
+        window=(first, last),
+        parameters=nonfinite_gradients(_modules.plain_parameters(module)),
+        largest_weights=None if weight_at_start is None else (weight_at_start, largest_weight(trainer, module)),
+        scale_is=_scale_is(getattr(trainer.precision_plugin, "scaler", None), record),
+        note=_edited(steps[-1]),
+    )
+    search = None
+    with ExitStack() as stack:
+        try:
+            elsewhere = bad_shards(trainer, module)
+            ranks = Lockstep(trainer)
+            replay = ranks.run(lambda: stack.enter_context(closing(TrainingPass(trainer, module))))
+            search = _Search(trainer, module, ranks, replay, report, elsewhere)
+            return search.explain(steps, known)
+        except Exception as error:
+            if search is not None and search.found is not None:
+                return search.found
+            if isinstance(error, OtherRankFailedError):
+                return report
+            failure = Failure.of(error, "the training step", "the replay")
+            too_large = ": there is no cause to report. A smaller batch needs less" * failure.out_of_memory
+            return replace(report, note=failure.text + too_large)
+
+
+def _scale_is(scaler: torch.amp.GradScaler | None, record: StepRecord) -> ScaleIs:
+    if scaler is None or record.precision != "fp16":
+        return ""
+    lowest = getattr(scaler, "min_scale", 0.0)
+    if scaler.get_backoff_factor() >= 1 or lowest == getattr(scaler, "max_scale", None):
+        return "static"
+    return "lowest" if record.scale <= lowest else "dynamic"
+
+
+@final
+class _Run(NamedTuple):
+    """One run of a step."""
+
+    trace: Trace
+    loss: float | None
+    parameters: tuple[str, ...]  # parameters with gradients that are not finite
+
+    @property
+    def is_bad(self) -> bool:
+        return self.trace.bad_loss is not None or any(g.bad for g in self.trace.gradients) or bool(self.parameters)
+
+
+Found = tuple[Overflow, list[Trial], _Run]
+"""A report, the remedies to try, and the run with whose loss they are compared."""
+
+
+@final
+@dataclass
+class _Search:
+    """The search for the cause of one skipped step, on all ranks together."""
+
+    trainer: Trainer
+    module: LightningModule
+    ranks: Lockstep
+    replay: TrainingPass
+    blank: Overflow
+    elsewhere: Mapping[str, tuple[int, str]] | None  # bad parameters of a sharded module
+    found: Overflow | None = None  # as the step itself showed it
+
+    def explain(self, steps: Sequence[KeptBatch], known: Collection[str]) -> Overflow:
+        """Run the step as it was, at a lower scale, in fp32 and with remedies, as far as a rank needs it."""
+        report, run, step = self._as_it_was(steps[0], 1)
+        for number, later in enumerate(steps[1:], start=2):
+            if self.ranks.all(report.cause != "not reproduced"):
+                break
+            seen = self._as_it_was(later, number)
+            report, run, step = seen if report.cause == "not reproduced" else (report, run, step)
+        self.found = report
+        is_new = report.cause != "not reproduced" and report.key not in known
+        is_origin = report.cause != "not reproduced" and report.position != RECEIVED
+        if self.ranks.any(is_origin):  # its report is enough
+            is_new &= is_origin
+        is_early = is_new and has_fault(run.trace)
+        report, trials, reference = self._in_fp32(report, run, step, is_wanted=is_early)
+        is_backward = report.cause == "backward" and report.in_fp32 != "not finite"
+        is_scale = is_new and is_backward and self.blank.record.precision == "fp16"
+        for scale in _SCALES:
+            is_scale &= report.fitting_scale is None
+            if self.ranks.any(is_scale):
+                lower = self.ranks.run(partial(self._run, step, scale=scale))
+                if is_scale and not lower.is_bad:
+                    report = self._fits(report, lower, scale)
+                    trials = [] if report.is_harmless else [self._lower_scale(report), *self._bf16()]
+        is_late = is_new and not is_early and report.fitting_scale is None
+        late = self._in_fp32(report, run, step, is_wanted=is_late)
+        report, trials, reference = late if is_late else (report, trials, reference)
+        is_new &= report.key not in known
+        return self._try_all(report, trials if is_new else None, step, reference)
+
+    # -- what one run shows --------------------------------------------------------------------------------------------
+
+    def _as_it_was(self, step: KeptBatch, number: int) -> tuple[Overflow, _Run, KeptBatch]:
+        """Run a step as training did, and name its cause if it is not finite."""
+
+        def work() -> tuple[Overflow, _Run, KeptBatch]:
+            run = self._run(step, scale=self.blank.record.scale)
+            report = replace(self.blank, num_replayed=number)
+            if run.is_bad:
+                parameters = report.parameters or run.parameters
+                report = replace(report, batch_idx=step.batch_idx, parameters=parameters, note=_edited(step))
+                report = self._named(report, first_bad(run.trace), run, step)
+            return report, run, step
+
+        return self.ranks.run(work)
+
+    def _named(
+        self, report: Overflow, found: Call | Gradient | None, run: _Run, step: KeptBatch, fp32_run: _Run | None = None
+    ) -> Overflow:
+        """Name the cause, the module and the operation."""
+        if found is None:
+            is_bad_loss = run.trace.bad_loss is not None
+            # of a sharded module, the gradients of a parameter are sums over the ranks
+            is_sum = not is_bad_loss and is_sharded(self.trainer)
+            owner = "" if is_bad_loss else next(iter(run.parameters), "").rpartition(".")[0]
+            report = replace(report, cause="loss" if is_bad_loss else "backward", module=owner or None)
+            return self._from_outside(replace(report, position=RECEIVED if is_sum else RECEIVED - 1), step, None)
+        op = described(found, run.trace, None if fp32_run is None else fp32_run.trace)
+        if isinstance(found, Call):
+            takers, module, begins = taking_modules(found, run.trace), op.module, found.number
+            cause = "forward" if module or takers else "loss"
+        else:  # the backward runs after the forward, in reverse
+            takers, module, begins = [], maker_module(found.call), 10**9 - found.call.number
+            cause = "backward"
+        begins = RECEIVED if is_received(found, run.trace) else begins
+        report = replace(report, cause=cause, module=module or None, operation=op, position=begins)
+        if fp32_run is None and isinstance(found, Call) and found.takes_from_outside and not found.is_collective:
+            outside = [call.module for call in run.trace.calls if call.takes_from_outside and call.module]
+            return self._from_outside(replace(report, module=next(iter([*outside, *takers]), None)), step, op.module)
+        return report
+
+    def _from_outside(self, report: Overflow, step: KeptBatch, module: str | None) -> Overflow:
+        """Find the parameter, buffer or part of the batch that was not finite before the step."""
+        states = [*self.replay.module.named_buffers()]
+        states += [] if self.elsewhere is not None else [*self.replay.module.named_parameters()]
+        bad = [*(self.elsewhere or ()), *nonfinite(states)]
+        near = [name for name in bad if module and name.startswith(f"{module}.")]
+        entries = bad_entries(step.batch)
+        if near or (bad and not entries):
+            parameter = (near or bad)[0]
+            rank, shard = (self.elsewhere or {}).get(parameter, (report.rank, ""))
+            return replace(
+                report, cause="weights", parameter=parameter, module=module, operation=None, rank=rank, shard=shard,
+                position=-1,
+            )  # fmt: skip
+        if entries:
+            return replace(report, cause="batch", entries=entries, operation=None, position=-1)
+        return report if report.operation is None else replace(report, position=RECEIVED)
+
+    def _fits(self, report: Overflow, run: _Run, scale: float) -> Overflow:
+        """Name the loss scale at which the largest gradient of a finite run fits."""
+        largest = (run.trace.largest_in_half() or 0.0) / scale
+        fitting = fitting_scale(largest, spare_bits=0, lowest=-126) if largest else scale
+        return replace(report, fitting_scale=min(fitting, self.blank.record.scale / 2), largest_gradient=largest)
+
+    def _in_fp32(self, report: Overflow, run: _Run, step: KeptBatch, *, is_wanted: bool) -> Found:
+        """Run the step in fp32 if a rank wants it, and complete a wanted report."""
+
+        def work() -> Found:
+            fp32_run = self._run_in_fp32(step)
+            return self._completed(report, run, fp32_run, step) if is_wanted else (report, [], run)
+
+        return self.ranks.run(work) if self.ranks.any(is_wanted) else (report, [], run)
+
+    def _completed(self, report: Overflow, run: _Run, fp32_run: _Run | Failure, step: KeptBatch) -> Found:
+        """Complete a report by the run in fp32, and choose the remedies to try."""
+        if isinstance(fp32_run, Failure):
+            # in fp32, `x.float()` is `x` itself, so that an edit in place may be an error there
+            is_edit = "modified by an inplace operation" in fp32_run.reason
+            note = "" if is_edit else f"it could not be run in fp32 ({fp32_run.reason})"
+            return replace(report, note="; ".join(filter(None, (report.note, note)))), [], run
+        if fp32_run.is_bad:
+            report = replace(report, in_fp32="not finite", entries=())
+            return self._named(report, first_bad(fp32_run.trace), fp32_run, step), [], fp32_run
+        report = replace(report, in_fp32="finite", parameter="", entries=())
+        found = first_difference(run.trace, fp32_run.trace) or first_bad(run.trace)
+        report = self._named(report, found, run, step, fp32_run)
+        return report, self._trials(found.call if isinstance(found, Gradient) else found, run), fp32_run
+
+    def _run_in_fp32(self, step: KeptBatch) -> _Run | Failure:
+        """Run the step in fp32, also where the user's code casts to half precision. Never raises."""
+        try:
+            is_half = any(parameter.dtype in HALF_DTYPES for parameter in self.module.parameters())
+            with ExitStack() as stack:
+                replay = self.replay
+                if replay.gathers_in_half or is_half:
+                    replay = stack.enter_context(closing(TrainingPass(self.trainer, self.module, upcast=True)))
+                return _traced(replay, Trace(replay.module, BOUNDARY), step, context=None)
+        except Exception as error:
+            return Failure.of(error, "the training step", "the replay in fp32")
+
+    # -- remedies ------------------------------------------------------------------------------------------------------
+
+    def _trials(self, call: Call | None, run: _Run) -> list[Trial]:
+        """Choose remedies: bf16; the modules that make the value, and take it, in fp32; the loss in fp32."""
+        trials = self._bf16()
+        if call is None or self.blank.record.precision == "fp32":
+            return trials
+        known = {_modules.plain_name(name) for name, _ in self.module.named_modules() if name}
+        names = [maker_module(call), *taking_modules(call, run.trace)]
+        around = [name for name in dict.fromkeys(names) if name in known]
+        for rules in dict.fromkeys(tuple(around[:count]) for count in (1, 2) if around[count - 1 :]):
+            trials.append((f"fp32_modules={json.dumps(rules)}", {"rules": rules}))
+        loss = ("the loss in fp32 (autocast off, `.float()` on its inputs)", {"loss_in_fp32": True})
+        return trials if call.module else [*trials, loss]
+
+    def _bf16(self) -> list[Trial]:
+        can_try = self.blank.record.precision == "fp16" and "bf16" in runnable(self.trainer.strategy.root_device)
+        return [('AmpPrecision("bf16")', {"precision": "bf16"})] * can_try
+
+    def _lower_scale(self, report: Overflow) -> Trial:
+        scale = (report.fitting_scale or 1.0) / 4
+        setting = "scaler={}" if report.scale_is == "static" else "DynamicLossScaler(init_scale={})"
+        divided = f"dividing the loss by {exact(1 / scale)} or more"
+        return setting.format(literal(scale)) if scale >= 1 else divided, {"scale": scale}
+
+    def _try_all(self, report: Overflow, trials: list[Trial] | None, step: KeptBatch, reference: _Run) -> Overflow:
+        """Try the remedies of each cause on all ranks; a rank that has another fault runs too, but does not count."""
+        mine = None if trials is None else report.key
+        plans: dict[str | None, list[Trial]] = {}
+        for key, plan in gather(self.trainer, (mine, trials or [])):
+            plans.setdefault(key, plan)
+        for key, plan in plans.items():
+            tried, has_worked = list[TriedRemedy](), set[str]()
+            for setting, how in plan:
+                if not has_worked.isdisjoint(how):  # such as more modules than are needed
+                    continue
+                works = self.ranks.run(partial(self._works, step, reference, **how))
+                works = self.ranks.all(works or key != mine)
+                tried.append(TriedRemedy(setting, works))
+                has_worked |= set(how) if works else set()
+            if key == mine:
+                report = replace(report, remedies=tuple(tried))
+        return report
+
+    def _works(self, step: KeptBatch, reference: _Run, rules: Sequence[str] = (), **how: Any) -> bool:
+        """Return whether loss and gradients are finite with a remedy, and the loss is the reference's. Never raises."""
+        how.setdefault("scale", 1.0 if self.blank.scale_is == "dynamic" else self.blank.record.scale)
+        active = None
+        try:
+            if rules:
+                device_type = self.trainer.strategy.root_device.type
+                active = Fp32Modules(self.replay.module, rules, device_type, active=True)
+            run = self._run(step, fp32_draws=True, **how)
+        except Exception:  # a remedy that cannot be run here does not work
+            return False
+        finally:
+            if active is not None:
+                active.remove()
+        if run.is_bad or run.loss is None or reference.loss is None:
+            return not run.is_bad
+        name = how.get("precision") or self.blank.record.precision
+        eps = torch.finfo({"fp16": torch.float16, "fp32": torch.float32}.get(name, torch.bfloat16)).eps
+        made_by = next((loss.maker for loss in reference.trace.losses if loss.maker is not None), None)
+        magnitude = (made_by.largest_input if made_by is not None else None) or 0.0
+        return abs(run.loss - reference.loss) <= eps * (32 * abs(reference.loss) + 2 * magnitude)
+
+    def _run(self, step: KeptBatch, *, precision: str = "", loss_in_fp32: bool = False, **how: Any) -> _Run:
+        """Run the step as training does, or in another precision or at another scale."""
+        replay, plugin = self.replay, self.trainer.precision_plugin
+        context = replay.forward_context()
+        if precision and isinstance(plugin, AmpPrecision):
+            context = plugin.forward_context_of(precision)
+        trace = Trace(replay.module, BOUNDARY, loss_in_fp32=loss_in_fp32)
+        return _traced(replay, trace, step, context=context, **how)
+
+
+def _traced(replay: TrainingPass, trace: Trace, step: KeptBatch, **how: Any) -> _Run:
+    try:
+        loss = replay.run(step.batch, step.batch_idx, random_state=step.random_state, trace=trace, **how)
+        parameters = nonfinite_gradients(_modules.plain_parameters(replay.module))
+        return _Run(trace.read(), None if loss is None else float(loss.float().mean()), parameters)
+    finally:
+        replay.forget_gradients()
+
+
+def origins(trainer: Trainer, found: Sequence[Overflow]) -> list[Overflow]:
+    """Leave out reports that describe the consequence of a fault on another rank.
+
+    A step may exchange values with the other ranks by itself, for example in a contrastive loss. Ranks that differ only
+    in tensor parallelism compute with the same batch and exchange activations: the fault began where the first
+    operation failed.
+    """
+    found = [one for one in found if one.position != RECEIVED] or list(found)
+    if not is_sharded(trainer):
+        return found
+    size = tensor_parallel_size(trainer)
+    kept: dict[tuple[int, str], Overflow] = {}
+    for group in dict.fromkeys(one.rank // size for one in found):
+        inside = [one for one in found if one.rank // size == group]
+        first = min(one.position for one in inside)
+        causes = [one for one in inside if one.position == first]
+        for one in causes[:1] if len(causes) == size else causes:
+            shard = one.shard
+            if size > len(causes) and not shard:
+                shard = f"shard {one.rank % size} of {size} in mesh dimension `tensor_parallel`"
+            kept.setdefault((one.rank, one.key), replace(one, shard=shard))
+    return list(kept.values())
+
+
+def _edited(step: KeptBatch) -> str:
+    edited = "the step edited its batch in place, so that the replay saw an edited one; the next batches are copied"
+    return "" if step.is_intact else edited
