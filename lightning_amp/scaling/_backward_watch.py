@@ -182,13 +182,14 @@ class StepGuard:
         if steps is None or getattr(THREAD, "in_step", False) or _torch.is_wrapper(optimizer):
             return  # the step of a wrapper calls another one
         state = steps.states.get(id(optimizer))
+        inside = watch.in_scaled_backward and _torch.backward_number() != -1  # not in another thread
         if state is None:
-            refused = watch.in_scaled_backward or watch.origin(optimizer) == "scaled"
+            refused = inside or watch.origin(optimizer) == "scaled"
         else:
             refused = state.is_scaled or (state.found_inf is not None and not state.folded)
         if not refused or not has_gradients(optimizer):
             return
-        if watch.in_scaled_backward:
+        if inside:
             fix = f"It was called inside the backward: call {steps.calls.step} after it, or use precision 'bf16'"
         else:
             fix = f"Call {steps.calls.step}" if state is not None else steps.calls.unknown
