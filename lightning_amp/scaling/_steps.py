@@ -328,7 +328,7 @@ class OptimizerSteps:
             nonlocal skip, result, calls
             THREAD.in_step = False  # the closure may step other optimizers
             state.moves_early |= calls > 0 or num_edits(optimizer) != edits
-            result, calls = closure(), calls + 1
+            result, calls, skip = closure(), calls + 1, Skip.NO
             skip = self._check(state, before_update, plan)
             if skip.known:
                 raise leave
