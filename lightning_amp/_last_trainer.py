@@ -21,13 +21,9 @@ class LastTrainer:
 
     def goes_on(self, trainer: Any) -> bool:
         """Return whether a new fit continues the last one, and remember its Trainer."""
-        same = self.knows(trainer)
+        same = self._trainer is not None and self._trainer() is trainer
         self._trainer = weakref.ref(trainer)
         return same
-
-    def knows(self, trainer: Any) -> bool:
-        """Return whether the last fit was a fit of this Trainer."""
-        return self._trainer is not None and self._trainer() is trainer
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LastTrainer, ()

@@ -13,7 +13,7 @@ from lightning_amp.casting._float8 import (
     nothing_qualifies,
 )
 from lightning_amp.casting._fp32_metrics import is_metric, metrics_in_fp32
-from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules, modules_matching
+from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, modules_matching
 from lightning_amp.casting._fp32_region import EpochEnd, Fp32Outputs, autocast_off, fp32_region
 from lightning_amp.casting._method_override import MethodOverride, Overrides
 from lightning_amp.casting._precision_choice import (
@@ -40,7 +40,6 @@ __all__ = [
     "ReusedWeights",
     "Rule",
     "autocast_off",
-    "checked_module_rules",
     "checked_recipe",
     "choose_fp8_layers",
     "cpu_has",

@@ -100,7 +100,8 @@ def choose_fp8_layers(
 
     def why_not(layer: nn.Linear) -> str | None:
         weight: Any = _modules.own_parameters(layer).get("weight")
-        dtype, size = getattr(weight, "dtype", None), f"{layer.in_features} x {layer.out_features}"
+        dtype, rows, columns = getattr(weight, "dtype", None), layer.out_features, layer.in_features
+        size, in_tiles = f"{columns} x {rows}", columns % 16 == rows % 16 == 0 < columns * rows
         is_plain = getattr(layer.forward, "__func__", None) in _PLAIN_FORWARDS
         reasons = {
             "inside a metric": layer in inside_metrics,
@@ -113,7 +114,7 @@ def choose_fp8_layers(
             "the last linear layer": layer in ends[-1:],
             "lazy: its size is not known when the fit begins": is_lazy(weight),
             f"its weight is {str(dtype).removeprefix('torch.')}": dtype != torch.float32,
-            f"{size}: not both are multiples of 16": not _fits_tiles(layer),
+            f"{size}: not both are multiples of 16": not in_tiles,
             f"{size}: too small, casts would cost more than fp8 saves": may_be_small and _is_small(layer, recipe),
             _FROZEN: not getattr(weight, "requires_grad", False),
         }
@@ -129,10 +130,6 @@ def may_run_in_fp8(layers: Mapping[str, str | None]) -> set[str]:
 
 def _is_converted(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Float8Linear" or type(layer).__module__.startswith("transformer_engine")
-
-
-def _fits_tiles(layer: nn.Linear) -> bool:
-    return layer.in_features % 16 == layer.out_features % 16 == 0 < layer.in_features * layer.out_features
 
 
 def _is_small(layer: nn.Linear, recipe: Any) -> bool:

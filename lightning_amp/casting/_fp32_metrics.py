@@ -28,16 +28,12 @@ def metrics_in_fp32(module: nn.Module, device_type: str) -> Overrides:
     per submodule. `Metric.forward` calls the two methods through the instance. `Metric.__getstate__` leaves both out,
     so copies and pickles of a metric get the plain methods, even in the middle of a step.
     """
-    metrics = metrics_of(module)
+    metrics = {id(metric): metric for metric in _walk(module, set())}.values()
     return Overrides(InFp32(metric, name, device_type) for metric in metrics for name in ("update", "compute"))
 
 
-def metrics_of(module: nn.Module) -> list[Metric]:
-    """Find all metrics that can be reached from a module without calling anything."""
-    return list({id(metric): metric for metric in _walk(module, set())}.values())
-
-
 def _walk(module: nn.Module, seen: set[int]) -> Generator[Metric, None, None]:
+    """Find all metrics that can be reached from a module without calling anything."""
     for submodule in module.modules():
         if id(submodule) in seen:
             continue

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from torch import nn
 from typing_extensions import final
 
-from lightning_amp._arguments import checked_rules
 from lightning_amp._compat import _modules
 from lightning_amp._text import listed
 from lightning_amp.casting._fp32_metrics import is_metric
@@ -17,12 +16,6 @@ from lightning_amp.casting._fp32_region import InFp32
 from lightning_amp.numerics import HALF_DTYPES
 
 Rule = type[nn.Module] | str
-
-
-def checked_module_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the rules as a tuple; raise an error unless they are a sequence of globs and module classes."""
-    legal = "globs on qualified module names, such as 'decoder.head' or '*.norm', and subclasses of `torch.nn.Module`"
-    return checked_rules("fp32_modules", rules, legal, "*.norm", nn.Module)
 
 
 def modules_matching(root: nn.Module, rules: Iterable[Rule]) -> dict[str, nn.Module]:

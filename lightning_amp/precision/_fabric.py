@@ -152,12 +152,12 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
 
     def _get_ready(self) -> None:
         """Let the settings take effect on modules that were set up since."""
-        if self._root_device is not None and not self._new:
-            return
+        if self._root_device is None and not self._new:
+            raise RuntimeError(f"`{self!r}` has no module yet: call `model, optimizer = fabric.setup(...)` first.")
         if self._root_device is None:
-            if not self._new:
-                raise RuntimeError(f"`{self!r}` has no module yet: call `model, optimizer = fabric.setup(...)` first.")
             self._settle()
+        if not self._new:
+            return
         fp8 = self._add(self._new)
         self.started().expect(p for m in self._new for p in m.parameters())
         self._new = []
@@ -313,10 +313,9 @@ def _by_module(
         for module, share in zip(modules, shares, strict=True):
             try:
                 find(module, [rule])
+                share.append(rule)
             except ValueError as error:
                 errors.append(error)
-            else:
-                share.append(rule)
         if strict and len(errors) == len(modules):
             raise errors[0]
     return shares

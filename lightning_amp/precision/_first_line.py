@@ -36,7 +36,9 @@ def first_line(
     training, evaluation = forwards[0].training, forwards[0].evaluation
     parts = [*fp8, precision_on(training, forwards[0].device_type, why)]
     if plugin.scaler is not None:
-        parts.append(_scale(plugin.scaler, resumes))
+        kind = "static" if plugin.scaler.min_scale == plugin.scaler.max_scale else "dynamic"
+        scale = f"loss scale ({kind})" if resumes else f"loss scale {exact(plugin.scaler.get_scale())} ({kind})"
+        parts.append(scale if plugin.scaler.is_enabled() else "no loss scale (the scaler is disabled)")
     elif plugin._settings.given_scaler is not None:
         parts.append("`scaler` is left unused")
     if evaluation != training:
@@ -54,13 +56,6 @@ def precision_on(choice: Choice, device_type: str, why: str) -> str:
     autocast = "bf16" if choice.name == "fp8" else choice.name
     what = f"{autocast} autocast on {device_type}" if choice.mixed else f"fp32 on {device_type}, no autocast"
     return f"precision 'auto' is {choice.name!r} here ({why}): {what}" if why else what
-
-
-def _scale(scaler: DynamicLossScaler, resumes: bool) -> str:
-    if not scaler.is_enabled():
-        return "no loss scale (the scaler is disabled)"
-    kind = "static" if scaler.min_scale == scaler.max_scale else "dynamic"
-    return f"loss scale ({kind})" if resumes else f"loss scale {exact(scaler.get_scale())} ({kind})"
 
 
 def resumed(state: Mapping[str, Any], precision: str, scaler: DynamicLossScaler | None) -> list[str]:

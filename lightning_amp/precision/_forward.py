@@ -90,7 +90,6 @@ class ForwardContexts:
         evaluation: Choice,
         rules: Sequence[Rule],
         autocast: Callable[[], Context],
-        *,
         autocast_stays: bool = True,
     ) -> None:
         self.module, self.device_type = module, device_type

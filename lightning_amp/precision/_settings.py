@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from typing_extensions import final
 
-from lightning_amp._arguments import require_bool
+from lightning_amp._arguments import checked_rules, require_bool
 from lightning_amp._compat import _torch
 from lightning_amp.casting import (
     Canonical,
     Choice,
     Precision,
-    checked_module_rules,
     checked_recipe,
     emulates,
     parse_precision,
 )
 from lightning_amp.scaling import DynamicLossScaler
-from lightning_amp.skipped_steps import checked_buffer_rules
 
+_MODULES = "globs on qualified module names, such as 'decoder.head' or '*.norm', and subclasses of `torch.nn.Module`"
+_BUFFERS = "globs on qualified buffer names, such as 'queue*' or '*.centre'"
 _SCALES = {
     "bf16": "It has the range of fp32, so nothing underflows",
     "fp8": "It scales each tensor, or each row, by itself",
@@ -66,7 +66,12 @@ class Settings:
         """
         picked, why = Choice.of("fp32"), ""
         if "auto" in (self.requested, self._eval_requested):
-            picked, why = _pick(device, group)
+            picked, why = Choice.pick(device)
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
+                choices: list[Any] = [(picked, why)]
+                torch.distributed.broadcast_object_list(choices, first, group)
+                picked, why = choices[0]
         if self.requested == "auto":
             training = picked
         else:
@@ -109,10 +114,10 @@ class PluginArguments:
     ) -> None:
         self._settings = Settings(precision, eval_precision, scaler, recipe)
         self.fp8_recipe = self._settings.fp8_recipe
-        self.fp32_modules = checked_module_rules(rules)
+        self.fp32_modules = checked_rules("fp32_modules", rules, _MODULES, "*.norm", torch.nn.Module)
         require_bool("skip_nonfinite", skip)
         self.skip_nonfinite = skip
-        self.restore_buffers = checked_buffer_rules(buffers)
+        self.restore_buffers = checked_rules("restore_buffers", buffers, _BUFFERS, "queue*")
         self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # until one is known
 
     def __repr__(self) -> str:
@@ -130,12 +135,3 @@ class PluginArguments:
     @property
     def _skips(self) -> bool:
         return self.skip_nonfinite or (self.scaler is not None and self.scaler.is_enabled())
-
-
-def _pick(device: torch.device, group: Any) -> tuple[Choice, str]:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return Choice.pick(device)
-    first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
-    picked: list[Any] = [Choice.pick(device)]
-    torch.distributed.broadcast_object_list(picked, first, group)
-    return picked[0]

@@ -39,7 +39,12 @@ def upcast(module: LightningModule) -> None:
     loads_again = bool(checkpoint) and not strategy.restore_checkpoint_after_setup
     rounded = {p: p.data for p in half.values()} if loads_again else {}
     kinds = dtypes(half)
-    parameters, buffers = upcast_parameters(module)
+    parameters = [*half.values()]
+    buffers = _buffers_beside(module, set(parameters))
+    for tensor in (*parameters, *buffers):  # they stay the same objects, so that ties, parameter groups and hooks hold
+        tensor.data = tensor.data.float()
+        if tensor.grad is not None:
+            tensor.grad.data = tensor.grad.data.float()
     _lightning.set_half_modules_float(module, set(parameters))
     averages = _lightning.averages(module.trainer)
     for _, average in averages:
@@ -100,25 +105,12 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors if not is_lazy(tensor))
 
 
-def upcast_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """Make trainable fp16 and bf16 parameters float32, one after the other; return them and buffers upcast with them.
-
-    The parameters stay the same objects, so that ties, parameter groups and hooks hold. Their gradients become float32
-    with them, and so do half-precision buffers of the same parts of the module: BatchNorm does not accept bfloat16
-    statistics together with float32 weights. A buffer belongs to the innermost module around it that has parameters.
-    The buffer stays unchanged if none of these parameters is upcast.
-    """
-    parameters = [*trained_in_half(module).values()]
-    buffers = _buffers_beside(module, set(parameters))
-    for tensor in (*parameters, *buffers):
-        tensor.data = tensor.data.float()
-        if tensor.grad is not None:
-            tensor.grad.data = tensor.grad.data.float()
-    return parameters, buffers
-
-
 def _buffers_beside(module: nn.Module, upcast: set[nn.Parameter]) -> list[Tensor]:
-    """Find each half-precision buffer of the parts of a module whose parameters are upcast."""
+    """Find each half-precision buffer of the parts of a module whose parameters are upcast.
+
+    BatchNorm does not accept bfloat16 statistics together with float32 weights. A buffer belongs to the innermost
+    module around it that has parameters. The buffer stays unchanged if none of these parameters is upcast.
+    """
     found: dict[Tensor, None] = {}
     parts = dict(module.named_modules())
     for name, part in parts.items():

@@ -149,15 +149,8 @@ class ByHand:
                 state.release()
 
 
-@final
-class Thread(threading.local):
-    """Whether a step of :class:`OptimizerSteps`, this one's or another plugin's, runs outside of its closure."""
-
-    steps = False
-
-
-THREAD = Thread()
-
+THREAD = threading.local()
+"""Its `in_step` is true while a step of any :class:`OptimizerSteps` runs outside of its closure in this thread."""
 
 _GUARDS: list[StepGuard] = []
 
@@ -186,16 +179,17 @@ class StepGuard:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Check a step."""
         steps, watch = self._steps(), self._watch
-        if steps is None or THREAD.steps or _torch.is_wrapper(optimizer):  # a wrapper's step calls another one
-            return
+        if steps is None or getattr(THREAD, "in_step", False) or _torch.is_wrapper(optimizer):
+            return  # the step of a wrapper calls another one
         state = steps.states.get(id(optimizer))
+        inside = watch.in_scaled_backward and _torch.backward_number() != -1  # not in another thread
         if state is None:
-            refused = watch.in_scaled_backward or watch.origin(optimizer) == "scaled"
+            refused = inside or watch.origin(optimizer) == "scaled"
         else:
             refused = state.is_scaled or (state.found_inf is not None and not state.folded)
         if not refused or not has_gradients(optimizer):
             return
-        if watch.in_scaled_backward:
+        if inside:
             fix = f"It was called inside the backward: call {steps.calls.step} after it, or use precision 'bf16'"
         else:
             fix = f"Call {steps.calls.step}" if state is not None else steps.calls.unknown

@@ -134,7 +134,6 @@ class RecordLog:
         self.streak: tuple[StepReason, ...] = tuple(streak)
         self._known_streak = len(streak)  # number of skips in a row, as far as the host has it without reading
         self._num_blocks = self.num_attempted // self._block
-        self._in_batch = False  # whether there are records since the last batch ended
 
     def go_on_in(self, precision: str, limit: int) -> None:
         """Set the precision of the steps to come, and how many skips in a row are too many."""
@@ -172,7 +171,6 @@ class RecordLog:
         if self.wants_losses:
             step.reported_bad_loss = step.bad_loss
         self._open.append(step)
-        self._in_batch = True
         if step.skip.known:
             self._known_streak += 1
             self.num_known_skips += 1
@@ -192,9 +190,6 @@ class RecordLog:
         Raise `FloatingPointError` if too many steps in a row were skipped.
         """
         self.complete(next_scale)
-        if not self._in_batch:
-            return
-        self._in_batch = False
         # All ranks must read in the same batch. So count all steps and not only unread steps, because some ranks may
         # have read in between.
         num_blocks, before = self.num_attempted // self._block, self._num_blocks
@@ -311,11 +306,10 @@ class RecordLog:
                 "The loss scale cannot fall any further: pass a smaller `scaler` or `min_scale`, or leave both."
             )
         if not cause and self.precision == "fp16":
+            how = ": `Trainer(plugins=[AmpPrecision('bf16')])`, `fit(..., ckpt_path=...)`"
             text.append(
-                "To try bf16, which has the range of fp32, resume from the last checkpoint before these steps:"
-                " `Trainer(plugins=[AmpPrecision('bf16')])`, `fit(..., ckpt_path=...)`."
-                if self._has_callbacks
-                else "To try bf16, which has the range of fp32, resume from your last checkpoint in bf16."
+                "To try bf16, which has the range of fp32, resume from the last checkpoint before these steps"
+                f"{how if self._has_callbacks else ''}."
             )
         elif not cause and self.precision != "fp32":
             text.append("Run the module with precision 'fp32' to see whether it happens there too.")

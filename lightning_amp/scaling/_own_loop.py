@@ -176,7 +176,7 @@ class ScaledSteps(StepCounts):
             steps.end_round()
         plan = StepPlan(fold=True, asks_for_loss=bool(self._buffers), in_closure=closure is not None)
         with _autocast_off(next((p.device for p in parameters(optimizer)), torch.device("cpu"))):
-            output, result = steps.step(optimizer, closure or _nothing, _nothing, plan, **kwargs)
+            output, result = steps.step(optimizer, closure or (lambda: None), lambda: None, plan, **kwargs)
         self._latest = result
         for buffers in self._buffers:
             buffers.observe(optimizer, result, manual=False)
@@ -215,13 +215,8 @@ class ScaledSteps(StepCounts):
         if not methods and isinstance(target, (LRScheduler, AveragedModel)):
             methods = ("step" if isinstance(target, LRScheduler) else "update_parameters",)
         missing = [name for name in methods if not callable(getattr(target, name, None))]
-        if missing or not methods:
-            kind = type(target).__name__
-            raise ValueError(
-                f"`{kind}` has no method {missing[0]!r} to guard."
-                if missing
-                else f"Name the method of `{kind}` that belongs to a step: `guard(ema, 'update')`."
-            )
+        rule = f"names of methods of `{type(target).__name__}` that belong to a step, as in `guard(ema, 'update')`"
+        require(bool(methods) and not missing, "methods", rule, missing or methods)
         self._holds.append(Hold(target, methods))
         return target
 
@@ -258,10 +253,6 @@ class ScaledSteps(StepCounts):
         if self._steps is not None:
             self._steps.begin_anew()
         return sentences
-
-
-def _nothing() -> None:
-    """Stand for a closure: the loop has computed the gradients already."""
 
 
 def _autocast_off(device: torch.device) -> AbstractContextManager[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -42,11 +41,7 @@ class Skip:
     @classmethod
     def if_nonfinite(cls, probe: Tensor | None) -> Skip:
         """Return a skip if `probe` [] is inf or NaN; no skip if it is `None`."""
-        if probe is None:
-            return cls.NO
-        if not in_host_memory(probe):
-            return cls(nonfinite(probe))
-        return cls.NO if math.isfinite(host_value(probe)) else cls.YES
+        return cls.NO if probe is None else cls.on_device(nonfinite(probe))
 
     def wait(self) -> bool:
         """Return whether it was skipped. This waits for the device if only the device has the result."""

@@ -129,14 +129,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
         rule = f"a number from `min_scale`, {literal(min_scale)}, to `max_scale`, {literal(max_scale)}"
         require(fine, "init_scale", rule, init_scale, "Move the limit, or start inside.")
         device_type = "cpu" if device is None else torch.device(device).type
-        super().__init__(
-            device=device_type,
-            init_scale=float(init_scale),
-            growth_factor=float(growth_factor),
-            backoff_factor=float(backoff_factor),
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
+        numbers = float(init_scale), float(growth_factor), float(backoff_factor)
+        super().__init__(device_type, *numbers, growth_interval, enabled)
         self.hysteresis = hysteresis
         self.min_scale = float(min_scale)
         self.max_scale = float(max_scale)

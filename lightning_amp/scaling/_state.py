@@ -244,13 +244,9 @@ class GradientState:
     def finish(self) -> None:
         """Forget the losses and flags of the step that ended. Gradients that a folded step has left stay folded."""
         self.loss = self.bad_loss = self.carried = None
-        self.forget_found()
+        self._kept.forget()
         if not self.folded or self.scale is None:
             self._forget_check()
-
-    def forget_found(self) -> None:
-        """Forget what earlier checks have found."""
-        self._kept.forget()
 
     def _note_gradients(self, gradients: Gradients) -> None:
         self.has_gradients = bool(gradients)

@@ -116,7 +116,7 @@ class OptimizerSteps:
     def close(self) -> None:
         """Remove all hooks."""
         for state in self.states.values():
-            state.forget_found()
+            state.finish()
         if self._guard is not None and self.scaler is not None:
             self._guard.close()
             self.scaler.serve(None)
@@ -326,17 +326,17 @@ class OptimizerSteps:
 
         def run_closure() -> Any:
             nonlocal skip, result, calls
-            THREAD.steps = False  # the closure may step other optimizers
+            THREAD.in_step = False  # the closure may step other optimizers
             state.moves_early |= calls > 0 or num_edits(optimizer) != edits
-            result, calls = closure(), calls + 1
+            result, calls, skip = closure(), calls + 1, Skip.NO
             skip = self._check(state, before_update, plan)
             if skip.known:
                 raise leave
             self.log.announce(optimizer)
-            THREAD.steps = True
+            THREAD.in_step = True
             return result
 
-        outer, THREAD.steps = THREAD.steps, True
+        outer, THREAD.in_step = getattr(THREAD, "in_step", False), True
         try:
             if first:
                 run_closure()
@@ -355,7 +355,7 @@ class OptimizerSteps:
                 state.folded = False
             raise
         finally:
-            THREAD.steps = outer
+            THREAD.in_step = outer
             if state.decides_on_device:
                 _torch.clear_amp_attributes(optimizer)
         return output, self._record(state, skip or Skip.NO)

@@ -3,7 +3,6 @@
 from lightning_amp.skipped_steps._kept_buffers import (
     BufferPlace,
     KeptBuffers,
-    checked_buffer_rules,
     matching_places,
     norm_places,
 )
@@ -13,7 +12,6 @@ __all__ = [
     "BufferPlace",
     "KeptBuffers",
     "SkipProtection",
-    "checked_buffer_rules",
     "matching_places",
     "norm_places",
 ]

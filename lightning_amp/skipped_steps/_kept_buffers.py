@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import final
 
-from lightning_amp._arguments import checked_rules
 from lightning_amp._compat import _modules, _torch
 from lightning_amp._text import listed
 from lightning_amp.numerics import all_finite
@@ -38,14 +38,9 @@ class BufferPlace(NamedTuple):
     qualified: str
 
     def read(self) -> Tensor | None:
-        """Return the buffer's present tensor."""
-        return getattr(self.module, self.name, None)
-
-
-def checked_buffer_rules(rules: Sequence[str]) -> tuple[str, ...]:
-    """Return the rules as a tuple. Raise `ValueError` for anything but a sequence of globs."""
-    legal = "globs on qualified buffer names, such as 'queue*' or '*.centre'"
-    return checked_rules("restore_buffers", rules, legal, "queue*")
+        """Return the buffer's present tensor; `None` before the first forward of a lazy module."""
+        tensor: Any = getattr(self.module, self.name, None)
+        return None if is_lazy(tensor) else tensor
 
 
 def norm_places(root: nn.Module) -> list[BufferPlace]:
@@ -255,8 +250,11 @@ class KeptBuffers:
             return
         chosen = before if skip.wait() else after
         for i in where:
-            if self._places[i].read() is not chosen.tensors.get(i):
-                setattr(self._places[i].module, self._places[i].name, chosen.tensors.get(i))
+            place, tensor = self._places[i], chosen.tensors.get(i)
+            if tensor is None and place.read() is not None and self._counted:  # its layer was lazy
+                place.module.reset_running_stats()  # pyright: ignore[reportCallIssue]
+            elif place.read() is not tensor:
+                setattr(place.module, place.name, tensor)
         for indices, values in chosen.copies(part):
             chosen.write(indices, values, unseen=self._counted)
 

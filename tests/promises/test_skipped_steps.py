@@ -218,6 +218,23 @@ def test_buffers_of_a_skipped_batch_are_taken_back(plugins: Plugins, optimizer: 
     assert_same(trainer, fit(lambda: BadForward(OPTIMIZERS[optimizer]), None, data(without=dropped), **kwargs))
 
 
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
+@pytest.mark.parametrize("bad", [(), (0,), (0, 1, 4)])
+@pytest.mark.parametrize("precision", ["scaled", "fp32"])
+def test_statistics_of_a_lazy_layer_are_those_of_the_batches_that_were_applied(
+    precision: str, bad: tuple[int, ...], optimizer: str
+) -> None:
+    def lazy(bad: tuple[int, ...] = ()) -> BadForward:
+        module = BadForward(OPTIMIZERS[optimizer], bad)
+        torch.manual_seed(0)
+        module.net = nn.Sequential(nn.Linear(8, 4), nn.LazyBatchNorm1d(), nn.Linear(4, 1))
+        return module
+
+    trainer = fit(lambda: lazy(bad), getattr(Plugins(True), precision)(), data())
+    assert_same(trainer, fit(lazy, None, data(without=bad)))
+
+
 class NoLossIn(BadForward):
     """One batch is only evaluated, not trained on."""
 

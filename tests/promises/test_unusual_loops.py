@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,23 @@ def test_a_closure_in_an_own_loop_runs_inside_of_the_step() -> None:
 
     steps.step(optimizer, closure)
     assert len(calls) > 1
+
+
+def test_another_thread_may_step_during_a_backward() -> None:
+    """It trains another model, without this package."""
+    net, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    steps = ScaledSteps(1024.0, [torch.optim.SGD(net.parameters(), 0.1)])
+    other(torch.ones(2, 4)).sum().backward()
+    before, plain = other.bias.item(), torch.optim.SGD(other.parameters(), 0.1)
+
+    def train(_: Tensor) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(plain.step).result()
+
+    output = net(torch.ones(2, 4))
+    output.register_hook(train)
+    steps.backward(output.sum())
+    assert other.bias.item() == pytest.approx(before - 0.2)
 
 
 def test_a_subclass_of_a_fused_optimizer_sees_true_gradients() -> None:

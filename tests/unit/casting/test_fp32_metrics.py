@@ -17,7 +17,7 @@ from torchmetrics.image import StructuralSimilarityIndexMeasure
 from torchmetrics.regression import ConcordanceCorrCoef, ExplainedVariance, PearsonCorrCoef, R2Score
 from torchmetrics.wrappers import MinMaxMetric, Running
 
-from lightning_amp.casting._fp32_metrics import metrics_in_fp32, metrics_of
+from lightning_amp.casting._fp32_metrics import _walk, metrics_in_fp32
 from lightning_amp.precision import fp32_region
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -94,7 +94,7 @@ class InPlainContainers(nn.Module):
 
 def test_metrics_in_plain_containers() -> None:
     module = InPlainContainers()
-    metrics = metrics_of(module)
+    metrics = list({id(m): m for m in _walk(module, set())}.values())
     assert len(metrics) == len({id(m) for m in metrics}) == 5
     batch = regression(torch.float16)[0]
     with torch.autocast("cpu", torch.bfloat16), metrics_in_fp32(module, "cpu"):

@@ -16,8 +16,9 @@ from torch._functorch import config
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanSquaredError, MetricCollection
 
+from lightning_amp import AmpPrecision
 from lightning_amp._compat._modules import compiled_backward_without_autocast
-from lightning_amp.casting import Fp32Modules, checked_module_rules, modules_matching
+from lightning_amp.casting import Fp32Modules, modules_matching
 
 autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 
@@ -56,7 +57,7 @@ class Net(nn.Module):
 
 
 def computing_in_fp32(root: nn.Module, *rules: Any) -> Fp32Modules:
-    return Fp32Modules(root, checked_module_rules(rules), "cpu", active=True)
+    return Fp32Modules(root, rules, "cpu", active=True)
 
 
 def run(net: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -265,7 +266,7 @@ class TestRules:
     )
     def test_what_is_no_rule(self, rules: Any, message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            checked_module_rules(rules)
+            AmpPrecision(fp32_modules=rules)
 
     def test_half_parameters(self) -> None:
         net = Net()
