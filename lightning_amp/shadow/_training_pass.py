@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -82,14 +82,12 @@ class TrainingPass:
         with ExitStack() as undo:
             undo.callback(self._shadow.close)
             undo.enter_context(self._shadow.active())
-            own = {id(parameter) for parameter in self.module.parameters()}
-            reachable = {id(p): p for p in (*module.parameters(), *optimized) if id(p) not in own}
-            self._real = list(reachable.values())
             # Parameters correspond by position, because a parameter that two modules share is also shared in the copy.
-            twins = {id(real): own for real, own in zip(module.parameters(), self.module.parameters(), strict=True)}
+            twins = dict(zip(module.parameters(), self.module.parameters(), strict=True))
+            self._real = {*twins, *optimized}.difference(twins.values())
             for stand_in in (*stand_ins["_lightning_optimizers"], *stand_ins["optimizers"]):
                 groups = [
-                    {**group, "params": [twins[id(p)] for p in group["params"] if id(p) in twins]}
+                    {**group, "params": [twins[p] for p in group["params"] if p in twins]}
                     for group in stand_in.param_groups
                 ]
                 vars(stand_in).update(param_groups=groups)
@@ -257,7 +255,7 @@ class TrainingPass:
 
 
 @contextmanager
-def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
+def _frozen(parameters: Iterable[nn.Parameter]) -> Generator[None]:
     """Keep gradients away from the real parameters: the step may reach these through a global or shared object."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
