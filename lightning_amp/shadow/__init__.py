@@ -16,7 +16,7 @@ from lightning_amp.shadow._private_fit import (
     require_unsharded,
     run_private_fit,
 )
-from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, RankMissingError, gather
+from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._surroundings import device_of_trainer, unnoticed
 from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass, matmul_flops
@@ -34,7 +34,6 @@ __all__ = [
     "OutputComparison",
     "PairedEvaluation",
     "Precision",
-    "RankMissingError",
     "RowsBy",
     "Stage",
     "StepWatch",

@@ -63,8 +63,7 @@ class BatchWindow:
 
     def __init__(self) -> None:
         self.kept: deque[KeptBatch] = deque()
-        self._first: int | None = None
-        self._num_bytes = 0
+        self._first = 0
         self._must_copy = False
 
     def __bool__(self) -> bool:
@@ -73,24 +72,21 @@ class BatchWindow:
     @property
     def span(self) -> tuple[int, int]:
         """Return the indices of the first and the last batch, kept or not."""
-        last = self.kept[-1].batch_idx
-        return (last if self._first is None else self._first), last
+        return self._first, self.kept[-1].batch_idx
 
     def add(self, batch: Any, batch_idx: int, device_type: str) -> None:
         """Keep a batch before its step."""
         self._detect_edits()
-        if self._first is None:
+        if not self.kept:
             self._first = batch_idx
         self.kept.append(KeptBatch.keep(batch, batch_idx, device_type, copy=self._must_copy))
-        self._num_bytes += self.kept[-1].num_bytes
-        while self._num_bytes > _WINDOW_BYTES and len(self.kept) > 1:
-            self._num_bytes -= self.kept.popleft().num_bytes
+        while len(self.kept) > 1 and sum(one.num_bytes for one in self.kept) > _WINDOW_BYTES:
+            self.kept.popleft()
 
     def clear(self) -> None:
         """Drop the batches, because a step was attempted."""
         self._detect_edits()
         self.kept.clear()
-        self._first, self._num_bytes = None, 0
 
     def _detect_edits(self) -> None:
         if self.kept and not self.kept[-1].is_intact:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import final
@@ -105,22 +104,19 @@ class EvaluationPass:
             watch: Entered around the step.
 
         """
-        module, call, stage = self.module, self._shadow.call, self._stage
+        call, stage = self._shadow.call, self._stage
         with self.active(), self._shadow.running(), paired_random(self.device_type):
             if loader_idx != self._loader_idx:
                 self._finish_loader()
                 self._loader_idx = loader_idx
             batch = copy_batch(batch, upcast=self._precision == "fp32")
             args = (batch, batch_idx) if loader_idx is None else (batch, batch_idx, loader_idx)
-            step_args = args
-            if not is_param_in_hook_signature(getattr(module, f"{stage}_step"), "batch_idx", min_args=2):
-                step_args = (batch, *args[2:])
             self.view._logger_connector.on_batch_start(batch, loader_idx)
             try:
                 with self._context(is_hook=True):
                     call(f"on_{stage}_batch_start", *args)
                 with self._context(f"{stage}_step"), watch or nullcontext():
-                    outputs = call(f"{stage}_step", *step_args)
+                    outputs = call(f"{stage}_step", *args)
                 with self._context(is_hook=True):
                     call(f"on_{stage}_batch_end", outputs, *args)
             finally:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, closing, nullcontext
-from typing import Any, Literal, cast
+from contextlib import ExitStack, closing
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp.casting import Fp32Modules
+from lightning_amp.casting import Fp32Modules, our_name
 from lightning_amp.findings import TOTAL, GradientRow, GradientSample
 from lightning_amp.numerics import (
     HALF_DTYPES,
@@ -36,6 +36,17 @@ from lightning_amp.tracing import Trace
 
 RowsBy = Literal["module", "parameter"]
 """The kind of rows in the table: one per module, or one per parameter."""
+
+
+@final
+class _Run(NamedTuple):
+    """One of the two runs."""
+
+    gradients: dict[str, Tensor]
+    trace: Trace
+    watch: StepWatch
+    loss: Tensor | None
+    counted: set[str]  # parameters that this rank counts: each value of a sharded gradient counts on one rank
 
 
 @final
@@ -72,24 +83,15 @@ class GradientSampler:
             if not rules and not isinstance(error, OtherRankFailedError):  # a trial may fail
                 self._on_failure(Failure.of(error, "the training step", f"the sample of step {step}"))
             self._clear()
-        ranks = gather(trainer, mine)  # the decisions below must be the same on all ranks
-        if trainer.world_size > 1:
-            self._sums = trainer.strategy.reduce(self._sums, reduce_op="sum")
-            self._tops = trainer.strategy.reduce(self._tops, reduce_op="max")
+        gathered = gather(trainer, (mine, self._sums.cpu(), self._tops.cpu()))  # all ranks decide the same below
+        ranks, sums, tops = zip(*gathered, strict=True)
         names = [name or type(self._module).__name__ for name in self._index]
-        rows = zip(names, self._sums.cpu(), self._tops.cpu(), strict=True)
-        found = [_row(step, name, scale, sums, top, precision_of(trainer)) for name, sums, top in rows if sums[0] > 0]
-        return (
-            mine._replace(
-                rows=found,
-                order=next((one.order for one in ranks if one.order), ()),
-                clipped=next((one.clipped for one in ranks if one.clipped), ""),
-                derivatives=next((one.derivatives for one in ranks if one.derivatives), ()),
-                forward_is_finite=all(one.forward_is_finite for one in ranks),
-            )
-            if found
-            else None
-        )
+        rows = zip(names, torch.stack(sums).sum(0), torch.stack(tops).amax(0), strict=True)
+        found = [
+            _row(step, name, scale, added, top, precision_of(trainer)) for name, added, top in rows if added[0] > 0
+        ]
+        most = max(ranks, key=lambda one: (bool(one.clipped) + len(one.derivatives), len(one.order)))
+        return most._replace(rows=found, forward_is_finite=all(r.forward_is_finite for r in ranks)) if found else None
 
     def _clear(self) -> None:
         # The dtype is float64, or the widest that the device has. Of each row: the number of gradients, of NaN (which a
@@ -112,65 +114,60 @@ class GradientSampler:
 
     def _measure(self, scale: float, outputs: OutputComparison | None, rules: Sequence[str]) -> GradientSample:
         """Run the step in fp32 and as training does, and compare their gradients row by row."""
-        trainer, module, row_of = self._trainer, self._module, self._row_of
-        with closing(TrainingPass(trainer, module, upcast=True)) as fp32_pass:
-            fp32_trace, fp32_watch = Trace(fp32_pass.module, BOUNDARY, values=False), StepWatch(fp32_pass.module)
-            with outputs.recording(fp32_pass.module) if outputs else nullcontext():
-                fp32_pass.run(self._batch, self._batch_idx, context=None, trace=fp32_trace, step_watch=fp32_watch)
-            fp32_run = fp32_pass.gradients()
+        row_of = self._row_of
+        fp32 = self._run(outputs, in_fp32=True)
         owners = {name: name.rpartition(".")[0] for name in reversed(row_of)}
-        ran = dict.fromkeys(one.call.module for one in fp32_trace.gradients if not one.is_inner)
+        ran = dict.fromkeys(one.call.module for one in fp32.trace.gradients if not one.is_inner)
         order = dict.fromkeys(row_of[name] for owner in ran for name, its in owners.items() if its == owner)
-        sample = GradientSample([], [name or type(module).__name__ for name in order])
-        if not fp32_run:
+        sample = GradientSample([], [name or type(self._module).__name__ for name in order])
+        if not fp32.gradients:
             return sample
-        with closing(TrainingPass(trainer, module)) as amp_pass, ExitStack() as watching:
-            if rules:
-                Fp32Modules(amp_pass.module, rules, trainer.strategy.root_device.type, active=True)
-            if outputs is not None:
-                watching.enter_context(outputs.comparing(amp_pass.module))
-            amp_trace, amp_watch = Trace(amp_pass.module, BOUNDARY, values=False), StepWatch(amp_pass.module, scale)
-            loss = amp_pass.run(
-                self._batch, self._batch_idx, context=trainer.precision_plugin.forward_context(), scale=scale,
-                trace=amp_trace, step_watch=amp_watch, fp32_draws=True,
-            )  # fmt: skip
-            sample = sample._replace(forward_is_finite=loss is None or bool(torch.isfinite(loss).all()))
-            amp_run = amp_pass.gradients()
-            if scale != 1:
-                clipped = " and ".join(f"`{name}` ({line})" for line, name in amp_watch.clippings.items())
-                sample = sample._replace(clipped=clipped, derivatives=inaccurate_derivatives(fp32_watch, amp_watch))
-            rows = {row_of[name] for name in fp32_run}
-            in_half = {one.call.key for one in amp_trace.gradients if one.dtype in HALF_DTYPES and not one.is_inner}
-            for one in fp32_trace.read().gradients:
-                # Gradients of operations count, because they may be larger than gradients of parameters.
-                if one.call.key in in_half and not one.is_inner:
-                    name = one.call.module or ""
-                    self._add([name] if self._by == "module" and name in rows else [], one.arrived.size)
-            counted = _counted(trainer, module)
-            for name, gradient in fp32_run.items():
-                # A gradient that exists only in fp32 is lost in mixed precision.
-                values = amp_run.get(name, torch.zeros_like(gradient))
-                counts, product = underflow_counts(gradient, scale), inner_product(gradient, values)
-                measured = (counts, fidelity_sums(gradient, values), product) if name in counted else ()
-                self._add([row_of[name]], largest(gradient), *measured)
+        amp = self._run(outputs, scale, rules)
+        sample = sample._replace(forward_is_finite=amp.loss is None or bool(torch.isfinite(amp.loss).all()))
+        if scale != 1:
+            clipped = " and ".join(f"`{name}` ({line})" for line, name in amp.watch.clippings.items())
+            sample = sample._replace(clipped=clipped, derivatives=inaccurate_derivatives(fp32.watch, amp.watch))
+        rows = {row_of[name] for name in fp32.gradients}
+        in_half = {one.call.key for one in amp.trace.gradients if one.dtype in HALF_DTYPES and not one.is_inner}
+        for one in fp32.trace.read().gradients:
+            # Gradients of operations count, because they may be larger than gradients of parameters.
+            if one.call.key in in_half and not one.is_inner:
+                name = one.call.module or ""
+                self._add([name] if self._by == "module" and name in rows else [], one.arrived.size)
+        for name, gradient in fp32.gradients.items():
+            # A gradient that exists only in fp32 is lost in mixed precision.
+            values = amp.gradients.get(name, torch.zeros_like(gradient))
+            counts, product = underflow_counts(gradient, scale), inner_product(gradient, values)
+            measured = (counts, fidelity_sums(gradient, values), product) if name in amp.counted else ()
+            self._add([row_of[name]], largest(gradient), *measured)
         return sample
+
+    def _run(
+        self, outputs: OutputComparison | None, scale: float = 1.0, rules: Sequence[str] = (), *, in_fp32: bool = False
+    ) -> _Run:
+        trainer = self._trainer
+        with closing(TrainingPass(trainer, self._module, upcast=in_fp32)) as one, ExitStack() as watching:
+            if rules:
+                Fp32Modules(one.module, rules, trainer.strategy.root_device.type, active=True)
+            if outputs is not None:
+                watching.enter_context((outputs.recording if in_fp32 else outputs.comparing)(one.module))
+            trace, watch = Trace(one.module, BOUNDARY, values=False), StepWatch(one.module, scale)
+            context = None if in_fp32 else trainer.precision_plugin.forward_context()
+            loss = one.run(
+                self._batch, self._batch_idx, context=context, scale=scale, trace=trace, step_watch=watch,
+                fp32_draws=not in_fp32,
+            )  # fmt: skip
+            model, parameters = cast(nn.Module, trainer.strategy.model), _modules.plain_parameters(self._module)
+            counted = {name for name, p in parameters.items() if not is_sharded(trainer) or counts_here(p, model)}
+            return _Run(one.gradients(), trace, watch, loss, counted)
 
 
 def precision_of(trainer: Trainer) -> str:
-    """Return our name for the precision of training steps; empty if we have no name for it."""
+    """Return our name for the precision of training steps, or Lightning's if we have none."""
     plugin = trainer.precision_plugin
-    name = {"16-mixed": "fp16", "bf16-mixed": "bf16", "32-true": "fp32"}.get(str(plugin.precision), "")
+    name = our_name(str(plugin.precision))
     in_fp8 = name == "bf16" and isinstance(plugin, AmpPrecision) and None in plugin.fp8_layers.values()
     return "fp8" if in_fp8 else name
-
-
-def _counted(trainer: Trainer, module: LightningModule) -> set[str]:
-    """Return the parameters whose gradients this rank counts: each value of a sharded gradient counts on one rank."""
-    parameters = _modules.plain_parameters(module)
-    if not is_sharded(trainer):
-        return set(parameters)
-    model = cast(nn.Module, trainer.strategy.model)
-    return {name for name, parameter in parameters.items() if counts_here(parameter, model)}
 
 
 def _row(step: int, name: str, scale: float, added: Tensor, top: Tensor, precision: str) -> GradientRow:

@@ -14,7 +14,7 @@ from typing_extensions import final, override
 
 from lightning_amp._compat import _modules, _sharding
 from lightning_amp._containers import tensors_in
-from lightning_amp.casting import MethodOverride, is_metric
+from lightning_amp.casting import MethodOverride, Overrides, is_metric
 from lightning_amp.findings import ModuleSums
 from lightning_amp.numerics import output_sums
 from lightning_amp.shadow._ranks import gather
@@ -36,20 +36,20 @@ class OutputComparison:
     """
 
     def __init__(self, *, inputs: bool = False) -> None:
-        self._inputs = inputs
+        self.inputs = inputs
         self._sums: dict[str, ModuleSums] = {}
         self._reference: defaultdict[str, deque[tuple[list[Tensor], list[Tensor]]]] = defaultdict(deque)
 
     def recording(self, root: nn.Module) -> AbstractContextManager[None]:
         """Keep the outputs of the run in fp32."""
         self._reference.clear()
-        return self._watching(root, compare=False)
+        return Overrides(_Watched(module, name, self, compare=False) for name, module in self._modules(root))
 
     @contextmanager
     def comparing(self, root: nn.Module) -> Generator[None]:
         """Compare the outputs with the kept outputs, and free these."""
         try:
-            with self._watching(root, compare=True):
+            with Overrides(_Watched(module, name, self, compare=True) for name, module in self._modules(root)):
                 yield
         finally:
             self._reference.clear()
@@ -67,17 +67,6 @@ class OutputComparison:
             total[name] = total[name].plus(one) if name in total else one
         return total
 
-    @contextmanager
-    def _watching(self, root: nn.Module, *, compare: bool) -> Generator[None]:
-        watched = [_Watched(module, name, self, compare=compare) for name, module in self._modules(root)]
-        for one in watched:
-            one.install()
-        try:
-            yield
-        finally:
-            for one in watched:
-                one.restore()
-
     def _modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         closed = set[nn.Module]()
         for full_name, module in root.named_modules():
@@ -88,11 +77,6 @@ class OutputComparison:
                 closed.update(module.modules())
             elif type(module).forward is not nn.Module.forward:
                 yield name, module
-
-    @torch.no_grad()
-    def inputs_of(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """Return copies of the inputs of a call, indices and masks too, if inputs are compared."""
-        return _copies([args, kwargs]) if self._inputs else []
 
     @torch.no_grad()
     def add(self, name: str, kind: str, inputs: list[Tensor], output: Any, *, compare: bool) -> None:
@@ -144,7 +128,7 @@ class _Watched(MethodOverride):
             return self.inner(*args, **kwargs)
         inputs, kind = list[Tensor](), type(self.owner).__name__
         with suppress(Exception):  # a tensor that cannot be looked at is left out; the user's module goes on
-            inputs = self._comparison.inputs_of(args, kwargs)
+            inputs = _copies([args, kwargs]) if self._comparison.inputs else inputs  # indices and masks, too
         output = self.inner(*args, **kwargs)
         with suppress(Exception):
             self._comparison.add(self._module_name, kind, inputs, output, compare=self._compare)

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from typing_extensions import final
 
@@ -93,6 +94,8 @@ class Shadow:
     def call(self, hook: str, *args: Any) -> Any:
         """Run a hook or step of the shadow on its view of the trainer; `self.log` works in it.
 
+        A step without `batch_idx` in its signature is called without it.
+
         Compiled code runs eagerly. Compiling again for another precision would take minutes. It could also use up the
         function's recompile limit, and then the real run would fall back to eager mode.
 
@@ -101,6 +104,8 @@ class Shadow:
         context.
         """
         module: Any = self.module
+        if hook.endswith("_step") and not is_param_in_hook_signature(getattr(module, hook), "batch_idx", min_args=2):
+            args = (args[0], *args[2:])
         previous, module._current_fx_name = module._current_fx_name, hook  # `self.log` needs that name
         try:
             with torch.compiler.set_stance("force_eager"):

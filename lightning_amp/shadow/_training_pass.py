@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from typing_extensions import final
 
@@ -20,6 +19,7 @@ from lightning_amp._compat import _modules
 from lightning_amp.measure import MatmulFlops
 from lightning_amp.numerics import dense
 from lightning_amp.precision import AmpPrecision
+from lightning_amp.shadow._fsdp import replace
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._ranks import together
 from lightning_amp.shadow._shadow import Shadow
@@ -82,14 +82,12 @@ class TrainingPass:
         with ExitStack() as undo:
             undo.callback(self._shadow.close)
             undo.enter_context(self._shadow.active())
-            own = {id(parameter) for parameter in self.module.parameters()}
-            reachable = {id(p): p for p in (*module.parameters(), *optimized) if id(p) not in own}
-            self._real = list(reachable.values())
             # Parameters correspond by position, because a parameter that two modules share is also shared in the copy.
-            twins = {id(real): own for real, own in zip(module.parameters(), self.module.parameters(), strict=True)}
+            twins = dict(zip(module.parameters(), self.module.parameters(), strict=True))
+            self._real = {*twins, *optimized}.difference(twins.values())
             for stand_in in (*stand_ins["_lightning_optimizers"], *stand_ins["optimizers"]):
                 groups = [
-                    {**group, "params": [twins[id(p)] for p in group["params"] if id(p) in twins]}
+                    {**group, "params": [twins[p] for p in group["params"] if p in twins]}
                     for group in stand_in.param_groups
                 ]
                 vars(stand_in).update(param_groups=groups)
@@ -154,9 +152,8 @@ class TrainingPass:
             batch = copy_batch(batch, upcast=context is None)
             if is_overridden("on_train_batch_start", shadow.module):
                 shadow.call("on_train_batch_start", batch, batch_idx)
-            takes_index = is_param_in_hook_signature(shadow.module.training_step, "batch_idx", min_args=2)
             with context or nullcontext():
-                output = shadow.call("training_step", *((batch, batch_idx) if takes_index else (batch,)))
+                output = shadow.call("training_step", batch, batch_idx)
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if self._automatic and isinstance(loss, Tensor):
                 if trace is not None:
@@ -257,16 +254,12 @@ class TrainingPass:
 
 
 @contextmanager
-def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
+def _frozen(parameters: Iterable[nn.Parameter]) -> Generator[None]:
     """Keep gradients away from the real parameters: the step may reach these through a global or shared object."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
+    with ExitStack() as undo:
+        for parameter in parameters:
+            replace(undo, parameter, requires_grad=False)
         yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
 
 
 def _watched_backward(

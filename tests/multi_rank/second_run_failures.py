@@ -19,7 +19,7 @@ from support import quiet_trainer
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
-from lightning_amp.shadow import RankMissingError
+from lightning_amp.shadow._ranks import RankMissingError
 
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])  # Lightning removes it at the end of a fit
 
