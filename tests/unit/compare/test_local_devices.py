@@ -134,7 +134,7 @@ def test_cores_are_divided_without_overlap(num: int, share: int, monkeypatch: py
 def test_one_run_has_all_cores(num: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, None)
     assert _places(None, 1, num) == [({}, ())]
-    assert len(LocalDevices(num=num)._places) == 1
+    assert LocalDevices(num=num).num_at_once == 1
 
 
 @pytest.mark.parametrize("kind", [None, "mps"])
@@ -231,6 +231,6 @@ def test_a_cancelled_job() -> None:
 @pytest.mark.cpu
 def test_this_machine() -> None:
     if torch.accelerator.current_accelerator(check_available=True) is None:
-        assert len(LocalDevices()._places) == 1
+        assert LocalDevices().num_at_once == 1
         cores = len(os.sched_getaffinity(0))
-        assert len(LocalDevices(num=cores)._places) == cores
+        assert LocalDevices(num=cores).num_at_once == cores
