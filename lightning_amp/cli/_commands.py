@@ -348,10 +348,7 @@ def _shown(value: float | None) -> str:
 
 COMMANDS = {
     "batch-size": Command(
-        "find the largest batch that fits into memory, in each precision",
-        BATCH_SIZE,
-        BATCH_SIZE_OPTIONS,
-        run_batch_size,
+        "find the largest batch that fits into memory", BATCH_SIZE, BATCH_SIZE_OPTIONS, run_batch_size
     ),
     "compare": Command(
         "train a module in several precisions, and say which one to use", COMPARE, COMPARE_OPTIONS, run_compare

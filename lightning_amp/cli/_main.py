@@ -135,18 +135,22 @@ def _own_parser(name: str, arguments: list[str], settings: dict[str, Any]) -> tu
     return parser, arguments
 
 
+def _option(key: str) -> str:
+    return key if "." in key else key.replace("_", "-")
+
+
 def _one_line(text: str, command: str, parser: Any) -> str:
     """Turn an error of jsonargparse, which may have many lines, into one line that says what is legal."""
     lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
     text = short_class_names("; ".join(line for line in lines if not _NOISE.match(line)).replace(":; ", ": "))
-    text = re.sub(r"Parser key \"(\w+)\"", lambda found: f"--{found[1].replace('_', '-')}", text)
-    text = re.sub(rf"Parser key \"([\w.]+)\"|\b{command}\.(?=[a-z])", lambda found: f"--{found[1] or ''}", text)
+    keys = rf"Parser key \"([\w.]+)\"|\b{command}\.(?=[a-z])"
+    text = re.sub(keys, lambda found: f"--{_option(found[1] or '')}", text)
     text = text.replace(f"{command}.", "")
     found = re.search(r"arguments: --([\w.-]+)|option '([\w.]+)'", text, re.IGNORECASE)
     if found is None:
         return text
     classes = re.findall(r"class_path '([\w.]+)'", text)
-    legal = [*parser.get_defaults().keys(), *(option.removeprefix("--") for option in CLASS_OPTIONS)]
+    legal = [*map(_option, parser.get_defaults().keys()), *(option.removeprefix("--") for option in CLASS_OPTIONS)]
     names = list(inspect.signature(pkgutil.resolve_name(classes[-1])).parameters) if classes else legal
     near = difflib.get_close_matches(found[1] or found[2], names, n=1)
     rest = f"it takes {', '.join(names)}" if classes else "`--help` lists the options"

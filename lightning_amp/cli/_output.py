@@ -121,7 +121,7 @@ def check_output(option: str, path: str | None) -> None:
         place = location(path, option)
     except (ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
-    if isinstance(place, Path) and place.exists() and not place.is_file():
+    if path == "-" or (isinstance(place, Path) and place.exists() and not place.is_file()):
         raise UsageError(f"{option} must be a file, got {path!r}")
 
 

@@ -9,14 +9,13 @@ from lightning_amp.compare._process import HERE, run_in_process
 from lightning_amp.compare._report import PrecisionReport
 from lightning_amp.compare._run import CONTROL, Margin, Plan, Point, Run
 from lightning_amp.compare._spec import Spec, check_factory, make_arm, parse_arms
-from lightning_amp.compare._stats import Claim, Verdict
+from lightning_amp.compare._stats import Verdict
 
 __all__ = [
     "CONTROL",
     "HERE",
     "Arm",
     "ArmMetric",
-    "Claim",
     "Comparison",
     "LocalDevices",
     "Margin",

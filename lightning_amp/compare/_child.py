@@ -33,11 +33,11 @@ def serve() -> str:
     for name in ("lightning_amp.compare._train", "torch._dynamo", "cloudpickle"):
         importlib.import_module(name)
     gc.freeze()  # otherwise the garbage collection of a fork would copy all this memory
-    for line in iter(sys.stdin.readline, ""):
+    for line in iter(sys.stdin.buffer.readline, b""):
         pid = os.fork()
         if not pid:
             os.setsid()
-            return line.rstrip("\n")
+            return os.fsdecode(line.rstrip(b"\n"))
         os.write(1, b"%d\n" % pid)
         os.write(1, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     raise SystemExit

@@ -55,6 +55,11 @@ class LocalDevices:
         self._per_run = per_run
         self._pool: ThreadPoolExecutor | None = None
 
+    @property
+    def num_at_once(self) -> int:
+        """Return how many runs there are at once."""
+        return len(self._places)
+
     def check_trainer(self, trainer_kwargs: Mapping[str, Any]) -> None:
         """Refuse arguments of the Trainer that ask for other devices than a run gets here.
 
@@ -79,7 +84,7 @@ class LocalDevices:
             def take() -> None:
                 HERE.environment, HERE.cores = free.get()
 
-            self._pool = ThreadPoolExecutor(len(self._places), "lightning-amp", take)
+            self._pool = ThreadPoolExecutor(self.num_at_once, "lightning-amp", take)
         stop = threading.Event()
         return Job(self._pool.submit(_call, stop, fn, *args), stop)
 

@@ -133,11 +133,10 @@ def _start(folder: str, environment: dict[str, str], path: list[str]) -> subproc
     return HERE.server
 
 
-def _new_process(arguments: list[str], environment: dict[str, str], **pipes: Any) -> subprocess.Popen[bytes]:
-    # Ctrl-C must not reach the arm: Lightning would end the run early, as if it had finished
-    settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-    started: Any = subprocess.Popen([sys.executable, _CHILD, *arguments], env=environment, **settings | pipes)
-    return started
+def _new_process(arguments: list[str], environment: dict[str, str], **pipes: Any) -> Any:
+    pipes = {**dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL), **pipes}
+    # a new session: Ctrl-C must not reach the arm, because Lightning would end the run early, as if it had finished
+    return subprocess.Popen([sys.executable, _CHILD, *arguments], env=environment, start_new_session=True, **pipes)
 
 
 def _kill(process: subprocess.Popen[bytes] | Server) -> None:
@@ -168,12 +167,12 @@ class Server:
         self.key, self.pid = key, 0
         self._code: int | None = None
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-        self._process: Any = _new_process(["--serve", json.dumps(key[1])], key[0], **pipes)
+        self._process = _new_process(["--serve", json.dumps(key[1])], key[0], **pipes)
 
     def fork(self, folder: str) -> bool:
         """Start the run in `folder`; return whether the server lives."""
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(f"{folder}\n".encode())
+            self._process.stdin.write(os.fsencode(folder) + b"\n")
         self.pid, self._code = int(self._process.stdout.readline() or 0), None
         return self.pid > 0
 

@@ -141,8 +141,8 @@ def _nothing_helps(bench: Bench, name: str, tolerance: float, without: Distance)
         f"No set of modules in fp32 is enough: with all of them in fp32, in {name!r}"
         f" {bench.distance(_escaped(bench.tree()['']))}, and `tolerance` is {as_percent(tolerance)} (without any,"
         f" {without}). The rest of the error comes from code outside of modules: a step or `forward` of the"
-        " LightningModule, another method than `forward` of a module, or random numbers of a generator whose state is"
-        " not restored (the global ones of torch, NumPy and Python are). Put that code under"
-        " `lightning_amp.precision.fp32_region`, with `.float()` on its inputs, or into the `forward` of a module. If"
-        " the step itself takes gradients in fp16, use `lightning_amp.precision.scaled_grad`. Or raise the tolerance."
+        " LightningModule, or another method than `forward` of a module. It may also come from a random generator of"
+        " your own, whose state is not restored. Put that code under `lightning_amp.precision.fp32_region`, with"
+        " `.float()` on its inputs, or into the `forward` of a module. If the step itself takes gradients in fp16, use"
+        " `lightning_amp.precision.scaled_grad`. Or raise the tolerance."
     )

@@ -194,6 +194,7 @@ class Bench:
         with fp32_throughout(setting.device.type):
             setting.fit(self._full, AmpPrecision("fp32"), record, STEPS[-1] + 1)
         self.points, self._validation = record.points, [kept for _, kept in sorted(record.validation.items())]
+        self.num_validation = sum(map(len, self._validation))
         if not self.points:
             raise ValueError("The data module must have batches of training; its loader gave none that could be kept.")
         self._outputs: dict[str, list[Tensor]] = {}
@@ -205,11 +206,6 @@ class Bench:
     def _keep(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if name not in self._outputs:
             self._outputs[name] = [tensor.detach().clone() for tensor in _floating(output)]
-
-    @property
-    def num_validation(self) -> int:
-        """Return the number of validation batches."""
-        return sum(map(len, self._validation))
 
     def tree(self) -> Tree:
         """Return the tree of the modules that run in these steps and that the user's own rules do not match.

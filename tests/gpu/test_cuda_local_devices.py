@@ -17,7 +17,7 @@ KWARGS = {**TRAINER, "accelerator": "cuda", "devices": 1}
 @pytest.mark.slow
 def test_a_run_on_each_device_at_once(tmp_path: Path) -> None:
     devices = LocalDevices()
-    assert len(devices._places) == torch.cuda.device_count()
+    assert devices.num_at_once == torch.cuda.device_count()
     report = compare_precisions(Waves, Sea, ["fp32", "bf16"], trainer_kwargs=KWARGS, executor=devices)
     alone = compare_precisions(Waves, Sea, ["fp32", "bf16"], trainer_kwargs=KWARGS)
     for label, arm in report.arms.items():
@@ -28,7 +28,7 @@ def test_a_run_on_each_device_at_once(tmp_path: Path) -> None:
             assert [p.value for p in points] == [p.value for p in same.curves[name]]
         assert len(run.devices) == 1
         assert run.devices[0].startswith("cuda:")
-    if len(devices._places) == 1:  # one after the other: nobody shared the device
+    if devices.num_at_once == 1:  # one after the other: nobody shared the device
         assert not report.arms["bf16"].not_compared
 
 

@@ -69,7 +69,7 @@ def decide(machine: Machine, looked_at: str, step: Step | None = None) -> Decisi
         if speed is None or looked_at == FP32:
             return Decision(looked_at, None)
         use = {"faster": looked_at, "slower": FP32}.get(speed.claim)
-        if use is None and speed.claim != "same" and speed.ratio < 1 and is_slower(products):
+        if speed.claim in ("undecided", "one run") and speed.ratio < 1 and products and products.claim == "slower":
             use = FP32  # the rounds do not decide, and products agree with them
         return Decision(looked_at, use, speed)
     runs = [found.name for found in machine.formats if found.support != "missing"]
@@ -106,11 +106,6 @@ def graded(share: float, warning: float) -> Severity:
 def is_worth_it(found: SpeedComparison | None) -> bool:
     """Return whether a change is shown to be faster, and by 5 % or more."""
     return found is not None and found.claim == "faster" and found.ratio >= WORTH
-
-
-def is_slower(found: SpeedComparison | None) -> bool:
-    """Return whether something is shown to be slower."""
-    return found is not None and found.claim == "slower"
 
 
 def use_instead(decision: Decision) -> str:

@@ -59,7 +59,7 @@ def test_what_cannot_be_written_is_wrong_use(error: Exception, tmp_path: Path) -
         save("--plot", str(tmp_path / "x.png"), fails)
 
 
-@pytest.mark.parametrize("path", ["", ".", os.devnull])
+@pytest.mark.parametrize("path", ["", "-", ".", os.devnull])
 def test_what_is_no_file_is_refused_before_any_work(path: str) -> None:
     with pytest.raises(UsageError, match=r"--json`? must be a "):
         check_output("--json", path)
