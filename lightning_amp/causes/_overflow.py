@@ -136,35 +136,35 @@ Found = tuple[Overflow, list[Trial], _Run]
 class _Search:
     """The search for the cause of one skipped step, on all ranks together."""
 
-    trainer: Trainer
-    module: LightningModule
-    ranks: Lockstep
-    replay: TrainingPass
-    blank: Overflow
-    elsewhere: Mapping[str, tuple[int, str]] | None  # bad parameters of a sharded module
+    _trainer: Trainer
+    _module: LightningModule
+    _ranks: Lockstep
+    _replay: TrainingPass
+    _blank: Overflow
+    _elsewhere: Mapping[str, tuple[int, str]] | None  # bad parameters of a sharded module
     found: Overflow | None = None  # as the step itself showed it
 
     def explain(self, steps: Sequence[KeptBatch], known: Collection[str]) -> Overflow:
         """Run the step as it was, at a lower scale, in fp32 and with remedies, as far as a rank needs it."""
         report, run, step = self._as_it_was(steps[0], 1)
         for number, later in enumerate(steps[1:], start=2):
-            if self.ranks.all(report.cause != "not reproduced"):
+            if self._ranks.all(report.cause != "not reproduced"):
                 break
             seen = self._as_it_was(later, number)
             report, run, step = seen if report.cause == "not reproduced" else (report, run, step)
         self.found = report
         is_new = report.cause != "not reproduced" and report.key not in known
         is_origin = report.cause != "not reproduced" and report.position != RECEIVED
-        if self.ranks.any(is_origin):  # its report is enough
+        if self._ranks.any(is_origin):  # its report is enough
             is_new &= is_origin
         is_early = is_new and has_fault(run.trace)
         report, trials, reference = self._in_fp32(report, run, step, is_wanted=is_early)
         is_backward = report.cause == "backward" and report.in_fp32 != "not finite"
-        is_scale = is_new and is_backward and self.blank.record.precision == "fp16"
+        is_scale = is_new and is_backward and self._blank.record.precision == "fp16"
         for scale in _SCALES:
             is_scale &= report.fitting_scale is None
-            if self.ranks.any(is_scale):
-                lower = self.ranks.run(partial(self._run, step, scale=scale))
+            if self._ranks.any(is_scale):
+                lower = self._ranks.run(partial(self._run, step, scale=scale))
                 if is_scale and not lower.is_bad:
                     report = self._fits(report, lower, scale)
                     trials = [] if report.is_harmless else [self._lower_scale(report), *self._bf16()]
@@ -180,15 +180,15 @@ class _Search:
         """Run a step as training did, and name its cause if it is not finite."""
 
         def work() -> tuple[Overflow, _Run, KeptBatch]:
-            run = self._run(step, scale=self.blank.record.scale)
-            report = replace(self.blank, num_replayed=number)
+            run = self._run(step, scale=self._blank.record.scale)
+            report = replace(self._blank, num_replayed=number)
             if run.is_bad:
                 parameters = report.parameters or run.parameters
                 report = replace(report, batch_idx=step.batch_idx, parameters=parameters, note=_edited(step))
                 report = self._named(report, first_bad(run.trace), run, step)
             return report, run, step
 
-        return self.ranks.run(work)
+        return self._ranks.run(work)
 
     def _named(
         self, report: Overflow, found: Call | Gradient | None, run: _Run, step: KeptBatch, fp32_run: _Run | None = None
@@ -197,7 +197,7 @@ class _Search:
         if found is None:
             is_bad_loss = run.trace.bad_loss is not None
             # of a sharded module, the gradients of a parameter are sums over the ranks
-            is_sum = not is_bad_loss and is_sharded(self.trainer)
+            is_sum = not is_bad_loss and is_sharded(self._trainer)
             owner = "" if is_bad_loss else next(iter(run.parameters), "").rpartition(".")[0]
             report = replace(report, cause="loss" if is_bad_loss else "backward", module=owner or None)
             return self._from_outside(replace(report, position=RECEIVED if is_sum else RECEIVED - 1), step, None)
@@ -217,14 +217,14 @@ class _Search:
 
     def _from_outside(self, report: Overflow, step: KeptBatch, module: str | None) -> Overflow:
         """Find the parameter, buffer or part of the batch that was not finite before the step."""
-        states = [*self.replay.module.named_buffers()]
-        states += [] if self.elsewhere is not None else [*self.replay.module.named_parameters()]
-        bad = [*(self.elsewhere or ()), *nonfinite(states)]
+        states = [*self._replay.module.named_buffers()]
+        states += [] if self._elsewhere is not None else [*self._replay.module.named_parameters()]
+        bad = [*(self._elsewhere or ()), *nonfinite(states)]
         near = [name for name in bad if module and name.startswith(f"{module}.")]
         entries = bad_entries(step.batch)
         if near or (bad and not entries):
             parameter = (near or bad)[0]
-            rank, shard = (self.elsewhere or {}).get(parameter, (report.rank, ""))
+            rank, shard = (self._elsewhere or {}).get(parameter, (report.rank, ""))
             return replace(
                 report, cause="weights", parameter=parameter, module=module, operation=None, rank=rank, shard=shard,
                 position=-1,
@@ -237,7 +237,7 @@ class _Search:
         """Name the loss scale at which the largest gradient of a finite run fits."""
         largest = (run.trace.largest_in_half() or 0.0) / scale
         fitting = fitting_scale(largest, spare_bits=0, lowest=-126) if largest else scale
-        return replace(report, fitting_scale=min(fitting, self.blank.record.scale / 2), largest_gradient=largest)
+        return replace(report, fitting_scale=min(fitting, self._blank.record.scale / 2), largest_gradient=largest)
 
     def _in_fp32(self, report: Overflow, run: _Run, step: KeptBatch, *, is_wanted: bool) -> Found:
         """Run the step in fp32 if a rank wants it, and complete a wanted report."""
@@ -246,7 +246,7 @@ class _Search:
             fp32_run = self._run_in_fp32(step)
             return self._completed(report, run, fp32_run, step) if is_wanted else (report, [], run)
 
-        return self.ranks.run(work) if self.ranks.any(is_wanted) else (report, [], run)
+        return self._ranks.run(work) if self._ranks.any(is_wanted) else (report, [], run)
 
     def _completed(self, report: Overflow, run: _Run, fp32_run: _Run | Failure, step: KeptBatch) -> Found:
         """Complete a report by the run in fp32, and choose the remedies to try."""
@@ -266,11 +266,11 @@ class _Search:
     def _run_in_fp32(self, step: KeptBatch) -> _Run | Failure:
         """Run the step in fp32, also where the user's code casts to half precision. Never raises."""
         try:
-            is_half = any(parameter.dtype in HALF_DTYPES for parameter in self.module.parameters())
+            is_half = any(parameter.dtype in HALF_DTYPES for parameter in self._module.parameters())
             with ExitStack() as stack:
-                replay = self.replay
+                replay = self._replay
                 if replay.gathers_in_half or is_half:
-                    replay = stack.enter_context(closing(TrainingPass(self.trainer, self.module, upcast=True)))
+                    replay = stack.enter_context(closing(TrainingPass(self._trainer, self._module, upcast=True)))
                 return _traced(replay, Trace(replay.module, BOUNDARY), step, context=None)
         except Exception as error:
             return Failure.of(error, "the training step", "the replay in fp32")
@@ -280,9 +280,9 @@ class _Search:
     def _trials(self, call: Call | None, run: _Run) -> list[Trial]:
         """Choose remedies: bf16; the modules that make the value, and take it, in fp32; the loss in fp32."""
         trials = self._bf16()
-        if call is None or self.blank.record.precision == "fp32":
+        if call is None or self._blank.record.precision == "fp32":
             return trials
-        known = {_modules.plain_name(name) for name, _ in self.module.named_modules() if name}
+        known = {_modules.plain_name(name) for name, _ in self._module.named_modules() if name}
         names = [maker_module(call), *taking_modules(call, run.trace)]
         around = [name for name in dict.fromkeys(names) if name in known]
         for rules in dict.fromkeys(tuple(around[:count]) for count in (1, 2) if around[count - 1 :]):
@@ -291,7 +291,7 @@ class _Search:
         return trials if call.module else [*trials, loss]
 
     def _bf16(self) -> list[Trial]:
-        can_try = self.blank.record.precision == "fp16" and "bf16" in runnable(self.trainer.strategy.root_device)
+        can_try = self._blank.record.precision == "fp16" and "bf16" in runnable(self._trainer.strategy.root_device)
         return [('AmpPrecision("bf16")', {"precision": "bf16"})] * can_try
 
     def _lower_scale(self, report: Overflow) -> Trial:
@@ -304,15 +304,15 @@ class _Search:
         """Try the remedies of each cause on all ranks; a rank that has another fault runs too, but does not count."""
         mine = None if trials is None else report.key
         plans: dict[str | None, list[Trial]] = {}
-        for key, plan in gather(self.trainer, (mine, trials or [])):
+        for key, plan in gather(self._trainer, (mine, trials or [])):
             plans.setdefault(key, plan)
         for key, plan in plans.items():
             tried, has_worked = list[TriedRemedy](), set[str]()
             for setting, how in plan:
                 if not has_worked.isdisjoint(how):  # such as more modules than are needed
                     continue
-                works = self.ranks.run(partial(self._works, step, reference, **how))
-                works = self.ranks.all(works or key != mine)
+                works = self._ranks.run(partial(self._works, step, reference, **how))
+                works = self._ranks.all(works or key != mine)
                 tried.append(TriedRemedy(setting, works))
                 has_worked |= set(how) if works else set()
             if key == mine:
@@ -321,12 +321,12 @@ class _Search:
 
     def _works(self, step: KeptBatch, reference: _Run, rules: Sequence[str] = (), **how: Any) -> bool:
         """Return whether loss and gradients are finite with a remedy, and the loss is the reference's. Never raises."""
-        how.setdefault("scale", 1.0 if self.blank.scale_is == "dynamic" else self.blank.record.scale)
+        how.setdefault("scale", 1.0 if self._blank.scale_is == "dynamic" else self._blank.record.scale)
         active = None
         try:
             if rules:
-                device_type = self.trainer.strategy.root_device.type
-                active = Fp32Modules(self.replay.module, rules, device_type, active=True)
+                device_type = self._trainer.strategy.root_device.type
+                active = Fp32Modules(self._replay.module, rules, device_type, active=True)
             run = self._run(step, fp32_draws=True, **how)
         except Exception:  # a remedy that cannot be run here does not work
             return False
@@ -335,7 +335,7 @@ class _Search:
                 active.remove()
         if run.is_bad or run.loss is None or reference.loss is None:
             return not run.is_bad
-        name = how.get("precision") or self.blank.record.precision
+        name = how.get("precision") or self._blank.record.precision
         eps = torch.finfo({"fp16": torch.float16, "fp32": torch.float32}.get(name, torch.bfloat16)).eps
         made_by = next((loss.maker for loss in reference.trace.losses if loss.maker is not None), None)
         magnitude = (made_by.largest_input if made_by is not None else None) or 0.0
@@ -343,7 +343,7 @@ class _Search:
 
     def _run(self, step: KeptBatch, *, precision: str = "", loss_in_fp32: bool = False, **how: Any) -> _Run:
         """Run the step as training does, or in another precision or at another scale."""
-        replay, plugin = self.replay, self.trainer.precision_plugin
+        replay, plugin = self._replay, self._trainer.precision_plugin
         context = replay.forward_context()
         if precision and isinstance(plugin, AmpPrecision):
             context = plugin.forward_context_of(precision)

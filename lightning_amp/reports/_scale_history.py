@@ -175,8 +175,7 @@ class ScaleHistory(Table[StepRecord]):
 
 
 def _records(rows: Iterable[Any]) -> list[StepRecord]:
-    found = [Saved({"records": row}, "ScaleHistory").record("records") for row in rows]
-    return [record for record in found if record is not None]
+    return list(filter(None, (Saved({"records": row}, "ScaleHistory").record("records") for row in rows)))
 
 
 def plot_histories(
