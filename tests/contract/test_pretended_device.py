@@ -46,6 +46,7 @@ def test_another_torch_and_another_source_have_another_file(tmp_path: Path, monk
     assert build.compiled("cuda", torch.__version__) != here
 
 
+@pytest.mark.slow
 def test_without_it_the_tests_are_skipped_with_the_reason() -> None:
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "LIGHTNING_AMP_TEST_DEVICE"))},

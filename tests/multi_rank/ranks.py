@@ -30,6 +30,8 @@ that reaches one parameter, on this rank only), or "gradient" (only the gradient
 """
 EVERY_KIND: Trouble = {(1, 1): "nan", (1, 2): "inf", (0, 4): "gradient", (0, 6): "inf", (1, 6): "gradient"}
 BAD = (1, 2, 4, 6)
+ONE_PER_BATCH = ["none", "loss", "loss", "none", "gradient", "none", "loss", "none", "none"]
+"""Why each batch's step is skipped in a run with `EVERY_KIND` of trouble."""
 WINDOWS: Trouble = {(1, 0): "gradient", (0, 4): "nan", (1, 3): "inf"}
 """Trouble in the first two of three windows of three batches."""
 FIRST_WINDOWS = (0, 1, 2, 3, 4, 5)

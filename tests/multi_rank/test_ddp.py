@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from multi_rank.ddp_scenarios import SCENARIOS, Net, train
-from multi_rank.ranks import BAD, assert_agree, fused
+from multi_rank.ranks import BAD, ONE_PER_BATCH, assert_agree, fused
 from support import DEVICE, assert_same
 from support.launch import launch_once, shared_folder
 
 from lightning_amp import AmpPrecision
 
 SCRIPT = Path(__file__).parent / "ddp_scenarios.py"
-ONE_PER_BATCH = ["none", "loss", "loss", "none", "gradient", "none", "loss", "none", "none"]
 REASONS = {
     "infinite_losses_with_finite_gradients": ["none"] * 9,
     "mended_gradients": ["none"] * 9,

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 from multi_rank.fabric_scenarios import QUICK, SCENARIOS
-from multi_rank.ranks import assert_agree
+from multi_rank.ranks import ONE_PER_BATCH, assert_agree
 from support import assert_same
 from support.launch import launch_once, shared_folder
 
 SCRIPT = Path(__file__).parent / "fabric_scenarios.py"
 OTHERS = ("stuck", "decoupled")
 SLOW = tuple(name for name in SCENARIOS if name not in (*QUICK, *OTHERS))
-ONE_PER_BATCH = ["none", "loss", "loss", "none", "gradient", "none", "loss", "none", "none"]
 Ranks = list[dict[str, Any]]
 
 
@@ -28,7 +27,9 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return launch_once(SCRIPT, 2, shared_folder(tmp_path_factory, "fabric-slow"), *SLOW, *OTHERS)
 
 
-def assert_as_the_trainer(name: str, ranks: Ranks) -> None:
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_same_bits_as_the_trainer(name: str, request: pytest.FixtureRequest) -> None:
+    ranks = request.getfixturevalue("quick" if name in QUICK else "slow")
     assert_agree(ranks[0][name]["fabric"], ranks[1][name]["fabric"])
     for rank in ranks:
         fabric, trainer = rank[name]["fabric"], rank[name]["trainer"]
@@ -40,17 +41,6 @@ def assert_as_the_trainer(name: str, ranks: Ranks) -> None:
             assert fabric["counts"] == (5, 4)
         else:
             assert fabric["counts"] == (1, 2)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_same_bits_as_the_trainer(name: str, quick: Ranks) -> None:
-    assert_as_the_trainer(name, quick)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_same_bits_as_the_trainer_in_all_kinds_of_loops(name: str, slow: Ranks) -> None:
-    assert_as_the_trainer(name, slow)
 
 
 @pytest.mark.slow

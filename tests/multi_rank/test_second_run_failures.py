@@ -24,6 +24,7 @@ ALL = [
     for how in ("error", "late error", "memory", "backward")
     for ranks in ((1,), (0,), (0, 1))
 ]
+REST = [name for name in ALL if name not in FEW]
 Ranks = list[dict[str, Any]]
 
 
@@ -33,8 +34,8 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return launch_once(SCRIPT, 2, shared_folder(tmp_path_factory, "second-failures-all"))
+def rest(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch_once(SCRIPT, 2, shared_folder(tmp_path_factory, "second-failures-rest"), *HEALTHY, *REST)
 
 
 def check(ranks: Ranks, name: str) -> None:
@@ -49,15 +50,9 @@ def check(ranks: Ranks, name: str) -> None:
     assert ranks[0][name]["notes"] == ranks[1][name]["notes"]
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_a_rank_that_fails_lets_training_go_on(name: str, few: Ranks) -> None:
-    check(few, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
-def test_any_rank_that_fails_lets_training_go_on(name: str, everything: Ranks) -> None:
-    check(everything, name)
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+def test_a_rank_that_fails_lets_training_go_on(name: str, request: pytest.FixtureRequest) -> None:
+    check(request.getfixturevalue("few" if name in FEW else "rest"), name)
 
 
 @pytest.mark.slow

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from multi_rank.ranks import assert_agree
+from multi_rank.ranks import ONE_PER_BATCH, assert_agree
 from support import assert_same
 from support.launch import launch_once, shared_folder
 
 SCRIPT = Path(__file__).parent / "sharded_scenarios.py"
-ONE_PER_BATCH = ["none", "loss", "loss", "none", "gradient", "none", "loss", "none", "none"]
 REASONS = {
     "fsdp_accumulation": ["gradient", "loss", "none"],
     "one_shard_overflows": ["none"] * 4 + ["gradient"] + ["none"] * 4,

@@ -128,13 +128,6 @@ def test_a_run_without_a_value_counts_against_every_claim(how: str, label: str, 
         assert json.loads((tmp_path / "report.json").read_text())["verdicts"]["bf16"]["val_loss"].startswith(says)
 
 
-def test_an_arm_that_failed_with_all_seeds_is_judged_all_the_same() -> None:
-    metric = compared({"fp32": SAME, "bf16": [None] * 3}).arms["bf16"].metrics["val_loss"]
-    assert str(metric.verdict) == "undecided: a run failed or is missing with 3 of 3 seeds"
-    assert metric.finals == metric.bests == metric.time_to_quality_s == {}
-    assert math.isnan(metric.final)
-
-
 def test_nothing_ran() -> None:
     arms = PrecisionReport(make_plan(["fp32", "bf16"], 2, {"val_loss": 0.1}, control=True), []).arms
     assert list(arms) == ["fp32", "bf16", CONTROL]

@@ -170,11 +170,3 @@ def test_a_resumed_run_says_what_it_has(
         assert ("loss scale (dynamic)" in line) == (now == "fp16")
         assert "2**" not in line
     assert lines == ([] if expected is None else [expected])
-
-
-def test_auto_says_so_in_evaluation_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    machine(monkeypatch, "bf16")
-    quiet_trainer(plugins=[AmpPrecision("auto", scaler=64.0)]).validate(Heads(), batches(1), verbose=False)
-    assert said(caplog) == [
-        f"lightning_amp: precision 'auto' is 'bf16' here (the machine likes bf16): bf16 autocast on {DEVICE}."
-    ]
