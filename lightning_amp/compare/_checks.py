@@ -1,4 +1,4 @@
-"""Refuse wrong arguments before anything runs, and wrong margins as soon as the metrics are known."""
+"""Refuse wrong arguments before anything runs, and wrong margins as soon as a run has logged its metrics."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def wrong_margin(margins: Mapping[str, Margin], logged: Iterable[str], direction
     for name, margin in margins.items():
         if name not in logged:
             there = f"it logs {named(logged)}" if logged else "it logs nothing in validation"
-            rule = "`margins` must name metrics that the module logs in validation"
+            rule = "`margins` must name metrics that the module logs in its first validation"
             return f"{rule}, got {name!r}; {there}.{_meant(name, logged)}"
         if name not in directions and margin.direction is None and direction_of(name) is None:
             return (

@@ -110,7 +110,7 @@ def compare_precisions(
 
     Raises:
         ValueError: If an argument is wrong, before anything runs if that can be known. If a margin is for a metric
-            that the first finished run of the reference did not log. If `dirpath` has another comparison.
+            that the first validation of the reference did not log. If `dirpath` has another comparison.
         RuntimeError: If it is called on several ranks, or by a file that is imported in the process of an arm.
         OSError: If `dirpath` cannot be made.
         ModuleNotFoundError: Without cloudpickle, or with more than one seed without scipy.
@@ -231,13 +231,14 @@ class Comparison:
 
     def _spec(self, label: str, seed: int, scratch: Path) -> Spec:
         folder = scratch if self._store is None else self._store.folder or scratch
-        return replace(self._arms[label], seed=seed, folder=str(folder / file_name(label, seed)))
+        margins = self.plan.margins if label == self.plan.reference else {}
+        return replace(self._arms[label], seed=seed, folder=str(folder / file_name(label, seed)), margins=margins)
 
     def _check_margins(self, runs: Sequence[Run]) -> None:
-        """Refuse margins for metrics that a finished run of the reference did not log."""
+        """Refuse margins for metrics that a run of the reference did not log until its first validation, or its end."""
         for run in runs:
-            wrong = wrong_margin(self.plan.margins, run.curves, run.directions) if run.finished else ""
-            if wrong and run.label == self.plan.reference:
+            wrong = wrong_margin(self.plan.margins, run.curves, run.directions)
+            if wrong and run.label == self.plan.reference and (run.finished or run.last_validation):
                 raise ValueError(wrong)
 
     def _kept(self, label: str, seed: int, *, failed: bool = False) -> Run | None:

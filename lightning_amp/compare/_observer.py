@@ -14,6 +14,8 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from typing_extensions import final, override
 
 from lightning_amp._compat import _lightning
+from lightning_amp.compare._checks import wrong_margin
+from lightning_amp.compare._run import Margin
 from lightning_amp.compare._stats import Direction
 from lightning_amp.measure import MemoryOf, PeakMemory, StepTimer, is_settled
 from lightning_amp.shadow import matmul_flops
@@ -23,9 +25,18 @@ _MOST_LOSSES = 500
 
 @final
 class Observer(Callback):
-    """Notes the curves, the times and the memory of one run."""
+    """Notes the curves, the times and the memory of one run.
 
-    def __init__(self) -> None:
+    Args:
+        margins: The first validation must log their metrics.
+
+    Raises:
+        ValueError: By its hooks, if it does not.
+
+    """
+
+    def __init__(self, margins: Mapping[str, Margin]) -> None:
+        self._margins = margins
         self._memory: PeakMemory | None = None
         self._losses: list[tuple[int, Any]] = []
         self._stride = 1
@@ -112,6 +123,9 @@ class Observer(Callback):
             if not name.startswith("amp/") and name not in ("step", "epoch") and value.numel() == 1:
                 self.curves.setdefault(name, []).append((step, float(value)))
         self.directions.update(_lightning.metric_directions(trainer))
+        if wrong := wrong_margin(self._margins, self.curves, self.directions):
+            raise ValueError(wrong)
+        self._margins = {}
         self._resume()
 
     # -- clock and memory ----------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from typing_extensions import final
 from lightning_amp._arguments import require
 from lightning_amp.casting import parse_precision
 from lightning_amp.compare._describe import shown
-from lightning_amp.compare._run import CONTROL
+from lightning_amp.compare._run import CONTROL, Margin
 from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
 from lightning_amp.tracing import fp32_switches
 
@@ -44,6 +44,7 @@ class Spec:
         make_data: Makes the LightningDataModule.
         trainer_kwargs: The arguments of the Trainer.
         folder: Where the training writes its files.
+        margins: Metrics that the first validation has to log.
 
     """
 
@@ -55,6 +56,7 @@ class Spec:
     make_data: Callable[[], LightningDataModule] | None = None
     trainer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     folder: str = ""
+    margins: Mapping[str, Margin] = field(default_factory=dict)
 
     @property
     def description(self) -> str:

@@ -63,7 +63,7 @@ def _name_what_came_by_value() -> None:
 
 def train(spec: Spec, started: float, work_folder: str = "") -> Run:
     """Train as a user would by hand, and return the record of the run."""
-    observer = Observer()
+    observer = Observer(spec.margins)
     trainer: Trainer | None = None
     error: str | None = None
     try:

@@ -38,6 +38,8 @@ _LEFT_OUT = {
     "min_steps", "overfit_batches", "profiler", "val_check_interval",
 }  # fmt: skip
 """Arguments of the Trainer about the length of training and what it writes."""
+NOT_OF_THE_BATCH_GIB = 0.125
+"""Growth of a process that is not the batch's: libraries loaded at the first step, and the count of tensors."""
 
 
 @final
@@ -54,6 +56,7 @@ class Facts:
         per_step: Batches for each optimizer step, on all devices together.
         device: Type of the device; empty if training did not begin.
         device_gib: Memory that this process can use; `None` if the device does not report it.
+        process_gib: On a CPU, how much the process grew at most since it made the module; 0 where that is unknown.
         rates: Optimizer and learning rate of each parameter group.
 
     """
@@ -66,6 +69,7 @@ class Facts:
     per_step: int = 1
     device: str = ""
     device_gib: float | None = None
+    process_gib: float = 0.0
     rates: Sequence[Sequence[Any]] = ()
 
 
@@ -92,7 +96,8 @@ def measurement(run: Run, facts: Facts, size: int) -> Measurement:
     speed = size / median(run.step_s) if run.step_s else math.nan
     if facts.rows == size and run.samples_per_s:
         speed = median(run.samples_per_s)
-    return Measurement(size, (run.peak_memory_bytes or 0) / 2**30, speed)
+    held = max((run.peak_memory_bytes or 0) / 2**30, facts.process_gib - NOT_OF_THE_BATCH_GIB)
+    return Measurement(size, held, speed)
 
 
 def is_out_of_memory(run: Run) -> bool:
@@ -136,6 +141,14 @@ class Probe(Callback):
         self._path, self._size = path, size
         self._facts: dict[str, Any] = asdict(Facts())
         self._settled_at: tuple[int, float] | None = None
+        self._first_gib = math.nan
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Measure the process from here on, before the module and the data set are made."""
+        vars(self).update(state)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            self._first_gib = _peak_gib()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -172,8 +185,12 @@ class Probe(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         number = self._facts["num_batches"] = self._facts["num_batches"] + 1
         now, skipped = time.monotonic(), getattr(trainer.precision_plugin, "num_skipped", 0)
-        if self._settled_at is None and is_settled(number, trainer.global_step, skipped):
-            self._settled_at = number, now
+        if self._settled_at is None:
+            if self._facts["device"] == "cpu":  # read only here, because the profile of these steps is summed up next
+                grown = _peak_gib() - self._first_gib
+                self._facts["process_gib"] = grown if math.isfinite(grown) else 0.0
+            if is_settled(number, trainer.global_step, skipped):
+                self._settled_at = number, now
         settled, since_s = self._settled_at or (number, now)
         (least, most), batches, seconds = _STEADY_BATCHES, number - settled, now - since_s
         is_timed = batches >= most or (batches >= least and seconds >= _STEADY_S) or seconds >= 5 * _STEADY_S
@@ -234,3 +251,11 @@ def _rates(optimizer: torch.optim.Optimizer) -> list[tuple[str, float]]:
     """Return the rate of each group as the user set it; a schedule may have changed the current one already."""
     rates = [group.get("max_lr", group.get("initial_lr", group.get("lr"))) for group in optimizer.param_groups]
     return [(type(optimizer).__name__, float(rate)) for rate in rates if rate is not None]
+
+
+def _peak_gib() -> float:
+    """Return the most memory that this process had, as Linux counts it; NaN on other systems, which cannot reset it."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 2**20
+    return math.nan

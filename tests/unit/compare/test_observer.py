@@ -11,16 +11,26 @@ from zoo.compared import TRAINER, Sea, Waves
 
 from lightning_amp import AmpPrecision
 from lightning_amp.compare import _observer
+from lightning_amp.compare._checks import parse_margins
 from lightning_amp.compare._observer import Observer
 
 
-def watched(module: Any = Waves, data: Any = Sea, **changes: Any) -> tuple[Observer, L.Trainer]:
-    observer = Observer()
+def watched(
+    module: Any = Waves, data: Any = Sea, observer: Observer | None = None, **changes: Any
+) -> tuple[Observer, L.Trainer]:
+    observer = observer or Observer({})
     kwargs = {**TRAINER, "enable_progress_bar": False, **changes}
     L.seed_everything(3, verbose=False)
     trainer = L.Trainer(**kwargs, callbacks=[observer], plugins=[AmpPrecision("fp16")])
     trainer.fit(module(), datamodule=data())
     return observer, trainer
+
+
+def test_a_margin_for_a_metric_that_is_not_logged_ends_the_first_validation() -> None:
+    observer = Observer(parse_margins({"val_los": 0.1}))
+    with pytest.raises(ValueError, match="Did you mean 'val_loss'"):
+        watched(observer=observer, max_epochs=3)
+    assert len(observer.curves["val_loss"]) == 1
 
 
 class Loaders(Sea):

@@ -252,6 +252,8 @@ def test_memory_and_speed() -> None:
     run = Run("x", 0, peak_memory_bytes=2**29, samples_per_s=(9.0, 10.0, 50.0), step_s=(2.0, 4.0, 4.0))
     assert measurement(run, Facts(rows=8), 8) == (8, 0.5, 10.0)
     assert measurement(run, Facts(rows=5), 8) == (8, 0.5, 2.0)  # the loader has another size
+    assert measurement(run, Facts(rows=8, process_gib=0.6), 8).peak_gib == 0.5
+    assert measurement(run, Facts(rows=8, process_gib=2.125), 8).peak_gib == pytest.approx(2.0)
     assert measurement(Run("x", 0, error="no"), Facts(), 8).peak_gib == math.inf
 
 

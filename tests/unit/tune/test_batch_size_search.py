@@ -140,6 +140,14 @@ def test_the_limit_is_the_smaller_one() -> None:
     assert "of 0.8 GiB" in search(MadeUp(linear, replace(FACTS, device="cuda", device_gib=0.8))).message
 
 
+def test_a_process_that_grows_more_than_its_tensors() -> None:
+    class Process(MadeUp):
+        def noted(self, rows: int) -> Facts:
+            return replace(super().noted(rows), process_gib=0.125 + 0.002 * rows)
+
+    assert search(Process(linear)).batch_size == 496
+
+
 def test_a_device_that_does_not_say_what_it_has() -> None:
     with pytest.raises(ValueError, match="`memory_limit_gib` must be given on mps, which does not say how much memory"):
         search(MadeUp(linear, replace(FACTS, device="mps")), limit=None)
