@@ -102,7 +102,8 @@ def _run(arguments: Sequence[str]) -> int:
             raise UsageError(f"importing a class ended with `sys.exit({error.code!r})`") from error
         return FINE
     except Exception as error:
-        raise UsageError(_one_line(str(error), name, own)) from error
+        near = [] if name in COMMANDS else difflib.get_close_matches(name, COMMANDS, n=1)
+        raise UsageError(_one_line(str(error), name, own) + "".join(f"; did you mean {n}?" for n in near)) from error
     paths = {f"--{option}": found.get(option) for option in _OUTPUTS}
     for option, path in paths.items():
         check_output(option, path)

@@ -82,6 +82,7 @@ def test_no_such_command(arguments: list[str], capsys: pytest.CaptureFixture[str
     assert err.startswith("lightning-amp: ")
     assert err.count("\n") == 1
     assert [name for name in [*COMMANDS, *arguments] if name not in err] == []
+    assert ("did you mean scale?" in err) == (arguments == ["scael"])
 
 
 def test_the_help_has_every_command_and_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:
