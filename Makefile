@@ -1,4 +1,4 @@
-# make demo, make compare, make test, make test-all, make test-device, make test-versions, make test-mutations, make lint, make docs, make build, make bench, make gpu-evidence, make faults, make projects, make clean.
+# make demo, make compare, make test, make test-all, make test-device, make test-versions, make test-mutations, make approve, make lint, make docs, make build, make bench, make gpu-evidence, make faults, make projects, make clean.
 # Everything lives in .venv; nothing is installed twice.
 
 PYTHON ?= python3
@@ -25,7 +25,7 @@ export OMP_WAIT_POLICY ?= passive
 # Who is told not to keep what is compiled compiles the tests anew in each worker, and the package in each process.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo compare test test-all test-device test-versions test-mutations lint docs linkcheck build bench gpu-evidence faults projects clean
+.PHONY: demo compare test test-all test-device test-versions test-mutations approve lint docs linkcheck build bench gpu-evidence faults projects clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -52,6 +52,10 @@ test-device: $(VENV)/.test
 # make test-versions VERSIONS="python==3.12,torch==2.11.0,lightning==2.6.1 lowest,python==3.10"; without VERSIONS all of the table.
 test-versions: $(VENV)/.versions
 	@PYTHONPATH=tests $(BIN)/python -m versions --workers $(WORKERS) $(VERSIONS_ARGS) $(VERSIONS)
+
+# Writes the printed texts in tests/approved anew; then read `git diff`.
+approve: $(VENV)/.test
+	@APPROVE=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" $$(grep -rl assert_approved tests/unit)
 
 # Plants a fault at a time in a copy of the package; each must make a test fail.
 test-mutations: $(VENV)/.test

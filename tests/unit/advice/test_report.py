@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from support.approved import assert_approved
 from support.doctor_facts import machine, machine_with, product, speed, step, timed, without_autocast
 
 from lightning_amp._user_line import Place
@@ -12,68 +13,37 @@ from lightning_amp.advice import DoctorReport
 from lightning_amp.advice._step import Loss, Memory, Recording, Variant
 
 
-def test_a_healthy_module_has_nothing_to_do() -> None:
-    report = DoctorReport(machine(), step())
-    (finding,) = report.findings
-    assert (finding.severity, finding.code) == ("ok", "nothing-to-do")
-    assert report.headline == (
-        "A step in bf16 takes 100 ms without its data, and 250 ms in fp32 (2.50x as fast (2.50 to 2.50)); its peak of"
-        ' memory is 140 MiB, and 220 MiB in fp32. Stay with "bf16".'
-    )
-    assert not report.has_problems
-    assert repr(report) == "DoctorReport(['nothing-to-do'])"
-
-
-def test_a_step_that_was_not_timed() -> None:
-    assert DoctorReport(machine(), step(parts={}, variants=())).headline.startswith("A step in bf16 was not timed; its")
-    failed = (Variant("as it is", (), "no dataset"), timed("fp32", 0.1))
-    assert DoctorReport(machine(), step(variants=failed)).headline.startswith("A step in bf16 takes 94 ms; its peak")
-
-
-def test_a_step_in_fp32_is_compared_with_nothing() -> None:
-    alone = step(precision="fp32", variants=(Variant("as it is", (0.1,)),), fp32_memory=None)
-    assert DoctorReport(machine(), alone).headline == "A step in fp32 takes 100 ms without its data."
-
-
-def test_a_ratio_below_one_is_written_as_slow() -> None:
-    report = DoctorReport(machine(), step(variants=(timed("as it is", 0.4), timed("fp32", 0.1))))
-    assert "100 ms in fp32 (4.00x as slow (4.00 to 4.00))" in report.headline
-    assert report.headline.endswith('Use "fp32".')
-    assert "| in fp32 | 100 ms | 4.00x as fast (4.00 to 4.00) |" in str(report)
-
-
-def test_a_machine_alone_has_a_verdict() -> None:
-    report = DoctorReport(machine())
-    assert str(report).startswith("# a CPU, 2 threads\n")
-    assert report.headline == 'Use "bf16" here: its matrix products are 4.0x as fast as in fp32 (3.9 to 4.0).'
-    assert not report.has_problems
-    assert DoctorReport(machine(), None, "fp16").has_problems
-    slow = DoctorReport(machine_with(bf16=0.25)).headline
-    assert slow == 'Use "fp32" here: no half precision is measured to be faster. `auto` picks "bf16": name "fp32".'
-    undecided = DoctorReport(machine_with(bf16=speed(0.9, noise=0.5))).headline
-    assert undecided.startswith("Undecided: matrix products do not tell which precision is faster (speed undecided: 0.")
-
-
-def test_markdown() -> None:
+def test_the_whole_text() -> None:
     slow = step(
         without_autocast(10**8, Place("net.py", 3)),
         variants=(*step().variants, timed("fused=True", 0.09), Variant("channels_last", (), "out of memory")),
     )
-    text = DoctorReport(machine(notes=("bf16 products failed",), tf32=True), slow).to_markdown()
-    assert text.startswith("# AmpPrecision('bf16') on a CPU, 2 threads\n\nA step in bf16 takes 100 ms without")
-    assert "- ! warning `autocast-off`: 33.3 % of the FLOPs" in text
-    assert "| backward | 60 ms | 63.8 % |" in text
-    assert "| fused=True | 90 ms | noise: more than this change can gain |" in text
-    assert "they alone would make a step 2.5x as fast (Amdahl)" in text
-    assert "Products of a step have 1 GFLOP: 90 % in bfloat16, 10 % in float32." in text
-    assert "| `net` | 0.2 | bfloat16 |" in text
-    assert "| activations | 100 MiB | 180 MiB |" in text
-    assert "- not measured: channels_last: out of memory" in text
-    assert "| bf16 | 4 | native: avx512_bf16 |" in text
-    assert "TF32 is on: fp32 products are computed with fewer bits" in text
-    assert "- bf16 products failed" in text
-    assert "`auto` picks bf16: this CPU has bfloat16 instructions." in text
-    assert "module (forward)" not in str(DoctorReport(machine(), step()))  # all in one dtype: nothing to see
+    on = machine(notes=("bf16 products failed",), tf32=True)
+    reports = {
+        "healthy": DoctorReport(machine(), step()),
+        "slow": DoctorReport(on, slow),
+        "the machine alone": DoctorReport(machine()),
+    }
+    assert_approved("doctor", {case: report.to_markdown() for case, report in reports.items()})
+    (finding,) = reports["healthy"].findings
+    assert (finding.severity, finding.code) == ("ok", "nothing-to-do")
+    assert [report.has_problems for report in reports.values()] == [False, True, False]
+
+
+def test_headlines() -> None:
+    failed = (Variant("as it is", (), "no dataset"), timed("fp32", 0.1))
+    alone = step(precision="fp32", variants=(Variant("as it is", (0.1,)),), fp32_memory=None)
+    cases = {
+        "not timed": step(parts={}, variants=()),
+        "failed": step(variants=failed),
+        "fp32 is compared with nothing": alone,
+        "slower than fp32": step(variants=(timed("as it is", 0.4), timed("fp32", 0.1))),
+    }
+    headlines = {case: DoctorReport(machine(), found).headline for case, found in cases.items()}
+    headlines["half precision is slow here"] = DoctorReport(machine_with(bf16=0.25)).headline
+    headlines["undecided"] = DoctorReport(machine_with(bf16=speed(0.9, noise=0.5))).headline
+    assert_approved("doctor_headlines", headlines)
+    assert DoctorReport(machine(), None, "fp16").has_problems
 
 
 def test_a_known_fault_is_told_of_the_machine_alone() -> None:

@@ -1,13 +1,13 @@
-"""Which arm, why, and what would change it. The sentences are whole here, because most people read only them."""
+"""Which arm, why, and what would change it. The whole sentences are in `approved/recommendations.txt`."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from support.approved import assert_approved
 from support.reports import REPORTS, make_report
 from support.synthetic import compared, curve, make_plan, make_run
 
@@ -20,64 +20,35 @@ UNCLEAR = [0.8, 1.3, 1.4]
 FAST = {"fp32": 0.02, "bf16": 0.01}
 SLOW = {"fp32": 0.02, "bf16": 0.03}
 SMALL = {"fp32": 1000, "bf16": 600}
-TABLE = [
-    ({"fp32": SAME, "bf16": BIT_WORSE}, {"step_s": FAST},
-     "Use `bf16`: it is 2.00x as fast as the reference (2.00 to 2.00) and is not worse in `val_loss` within the margin."
-     " A margin below 0.0369 in `val_loss` would change that."),
-    ({"fp32": SAME, "bf16": BIT_WORSE}, {"memory": SMALL},
-     "Use `bf16`: it needs 40 % less memory, is as fast as the reference within 5 % and is not worse in `val_loss`"
-     " within the margin. A margin below 0.0369 in `val_loss` would change that."),
-    ({"fp32": WORSE, "bf16": SAME}, {"step_s": FAST, "memory": {"fp32": 10, "bf16": 13}},
-     "Use `bf16`: it is 2.00x as fast as the reference (2.00 to 2.00), needs 30 % more memory and is not worse in"
-     " `val_loss` within the margin. Other data or longer training could change that."),
-    ({"fp32": [1.0], "bf16": [1.0]}, {"step_s": FAST},
-     "Stay with `fp32` for now: `bf16` is undecided in `val_loss`: it takes at least three seeds; mean cost 0, margin"
-     " 0.1."),
-    ({"fp32": SAME, "bf16": UNCLEAR}, {},
-     "Stay with `fp32` for now: `bf16` is undecided in `val_loss`: mean cost 0.0667 (90 % interval: -0.323 to 0.456),"
-     " margin 0.1, 3 pairs; it takes about 33 seeds."),
-    ({"fp32": SAME, "bf16": UNCLEAR}, {"margin": 0.0},
-     "Stay with `fp32` for now: `bf16` is undecided in `val_loss`: mean cost 0.0667 (90 % interval: -0.323 to 0.456),"
-     " margin 0, 3 pairs; with a margin of 0 no number of seeds shows that an arm is not worse, unless it is better."),
-    ({"fp32": [*SAME, 1.0], "bf16": [None, 1.1, None, 1.0]}, {},
-     "Stay with `fp32` for now: `bf16` is undecided in `val_loss`: a run failed or is missing with 2 of 4 seeds, and"
-     " judging only the other seeds would bias the result."),
-    ({"fp32": [*SAME, None], "bf16": [*SAME, 1.0]}, {},
-     "Stay with `fp32` for now: `bf16` is undecided in `val_loss`: a run failed or is missing with 1 of 4 seeds, and"
-     " judging only the other seeds would bias the result."),
-    ({"fp32": SAME, "bf16": [1.0, math.nan, 1.2]}, {},
-     "Stay with `fp32` for now: `bf16` is undecided in `val_loss`: not finite with 1 of 3 seeds."),
-    ({"fp32": SAME, "bf16": BIT_WORSE}, {},
-     "Stay with `fp32`: `bf16` is not worse, but neither faster nor smaller. A larger model, or a device that"
-     " computes in half precision, could change that."),
-    ({"fp32": SAME, "bf16": BIT_WORSE}, {"step_s": SLOW, "memory": SMALL},
-     "Stay with `fp32`: `bf16` is not worse, but 1.50x as slow (1.50 to 1.50)."
-     " A larger model, or a device that computes in half precision, could change that."),
-    ({"fp32": SAME, "bf16": WORSE, "fp16": [math.nan] * 3}, {"step_s": FAST},
-     "Stay with `fp32`: `bf16` is worse in `val_loss`; `fp16` is worse in `val_loss`. Larger margins could change"
-     " that, or an arm with `fp32_modules`."),
-    ({"fp32": SAME, "bf16": [None] * 3}, {},
-     "Stay with `fp32`: `bf16` failed (`OutOfMemoryError: CUDA out of memory.`). Failed runs have to run again"
-     " before they can be judged."),
-    ({"fp32": [1.0], "bf16": [1.0]}, {"margin": None, "step_s": FAST},
-     "No recommendation: no margin says what a precision may cost; give one, for example 0.01 for `val_loss`, and run"
-     " at least three seeds."),
-    ({"fp32": SAME, CONTROL: SAME}, {},
-     "No recommendation: `fp32` is the only arm; add a precision to compare it with."),
-    ({"fp32": [None] * 3, "bf16": SAME}, {"step_s": FAST},
-     "No recommendation: the reference, `fp32`, failed (`OutOfMemoryError: CUDA out of memory.`)."),
-    ({"fp32": [1.0, math.nan, 1.2], "bf16": SAME}, {},
-     "Stay with `fp32` for now: `bf16` is undecided in `val_loss`: the reference itself is not finite"
-     " with 1 of 3 seeds."),
-]  # fmt: skip
+RECOMMENDATIONS = {
+    "faster": ({"fp32": SAME, "bf16": BIT_WORSE}, {"step_s": FAST}),
+    "less memory": ({"fp32": SAME, "bf16": BIT_WORSE}, {"memory": SMALL}),
+    "better, faster, more memory": (
+        {"fp32": WORSE, "bf16": SAME}, {"step_s": FAST, "memory": {"fp32": 10, "bf16": 13}}
+    ),
+    "one seed": ({"fp32": [1.0], "bf16": [1.0]}, {"step_s": FAST}),
+    "undecided": ({"fp32": SAME, "bf16": UNCLEAR}, {}),
+    "undecided, margin of 0": ({"fp32": SAME, "bf16": UNCLEAR}, {"margin": 0.0}),
+    "runs failed": ({"fp32": [*SAME, 1.0], "bf16": [None, 1.1, None, 1.0]}, {}),
+    "a run of the reference failed": ({"fp32": [*SAME, None], "bf16": [*SAME, 1.0]}, {}),
+    "not finite with one seed": ({"fp32": SAME, "bf16": [1.0, math.nan, 1.2]}, {}),
+    "no gain": ({"fp32": SAME, "bf16": BIT_WORSE}, {}),
+    "slower, less memory": ({"fp32": SAME, "bf16": BIT_WORSE}, {"step_s": SLOW, "memory": SMALL}),
+    "worse": ({"fp32": SAME, "bf16": WORSE, "fp16": [math.nan] * 3}, {"step_s": FAST}),
+    "failed": ({"fp32": SAME, "bf16": [None] * 3}, {}),
+    "no margin": ({"fp32": [1.0], "bf16": [1.0]}, {"margin": None, "step_s": FAST}),
+    "one arm": ({"fp32": SAME, CONTROL: SAME}, {}),
+    "the reference failed": ({"fp32": [None] * 3, "bf16": SAME}, {"step_s": FAST}),
+    "the reference is not finite with one seed": ({"fp32": [1.0, math.nan, 1.2], "bf16": SAME}, {}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("finals", "settings", "sentence"), TABLE)
-def test_the_whole_recommendation(finals: dict[str, Any], settings: dict[str, Any], sentence: str) -> None:
-    report = compared(finals, **settings)
-    assert report.recommendation == sentence
-    label = {"Use": "bf16", "Stay": None if " for now" in sentence else "fp32", "No": None}
-    assert report.recommended == label[sentence.split(maxsplit=1)[0]]
+def test_the_whole_recommendation() -> None:
+    reports = {case: compared(finals, **settings) for case, (finals, settings) in RECOMMENDATIONS.items()}
+    assert_approved("recommendations", {case: report.recommendation for case, report in reports.items()})
+    for report in reports.values():
+        label = {"Use": "bf16", "Stay": None if " for now" in report.recommendation else "fp32", "No": None}
+        assert report.recommended == label[report.recommendation.split(maxsplit=1)[0]]
 
 
 def with_times(report: PrecisionReport, factors: dict[str, tuple[float, ...]]) -> PrecisionReport:

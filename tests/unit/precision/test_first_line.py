@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import DEVICE, Toy, assert_same, batches, fit, quiet_trainer, stock
+from support.approved import assert_approved
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, FabricAmpPrecision
@@ -95,38 +96,27 @@ class Heads(Toy):
         self.log("val_loss", self.loss(batch))
 
 
-@pytest.mark.parametrize(
-    ("precision", "options", "rest"),
-    [
-        ("fp16", {}, "loss scale 2**16 (dynamic); non-finite steps are skipped"),
-        (
-            "fp16",
-            {"scaler": 1024.0, "fp32_modules": [nn.Linear]},
-            "loss scale 1024 (static), 2 modules in fp32; non-finite steps are skipped",
-        ),
-        (
-            "fp16",
-            {"scaler": torch.amp.GradScaler(DEVICE, init_scale=2.0**11), "fp32_modules": ["net.0"]},
-            "loss scale 2**11 (dynamic), 1 module in fp32; non-finite steps are skipped",
-        ),
-        (
-            "fp16",
-            {"scaler": torch.amp.GradScaler(DEVICE, enabled=False), "skip_nonfinite": False},
-            "no loss scale (the scaler is disabled); non-finite steps are taken",
-        ),
-        ("bf16", {"eval_precision": "fp32"}, "evaluation in fp32; non-finite steps are skipped"),
-        ("fp32", {"skip_nonfinite": False}, "no autocast; non-finite steps are taken"),
-    ],
-)
-def test_one_line_says_what_is_on(
-    precision: str, options: dict[str, Any], rest: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    line = f"{precision}{' autocast' if precision != 'fp32' else ''} on {DEVICE}, {rest}"
-    trainer = quiet_trainer(plugins=[AmpPrecision(precision, **options)])
-    trainer.fit(Heads(), batches(2), batches(1))
-    assert said(caplog) == [f"lightning_amp: {line}."]
-    trainer.validate(trainer.lightning_module, batches(1), verbose=False)
-    assert said(caplog) == []
+LINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp16": ("fp16", {}),
+    "fixed scale, layers in fp32": ("fp16", {"scaler": 1024.0, "fp32_modules": [nn.Linear]}),
+    "settings of torch's scaler": (
+        "fp16", {"scaler": torch.amp.GradScaler(DEVICE, init_scale=2.0**11), "fp32_modules": ["net.0"]}
+    ),
+    "no scaling, no skips": ("fp16", {"scaler": torch.amp.GradScaler(DEVICE, enabled=False), "skip_nonfinite": False}),
+    "bf16, evaluation in fp32": ("bf16", {"eval_precision": "fp32"}),
+    "fp32": ("fp32", {"skip_nonfinite": False}),
+}  # fmt: skip
+
+
+def test_one_line_says_what_is_on(caplog: pytest.LogCaptureFixture) -> None:
+    lines = {}
+    for case, (precision, options) in LINES.items():
+        trainer = quiet_trainer(plugins=[AmpPrecision(precision, **options)])
+        trainer.fit(Heads(), batches(2), batches(1))
+        (lines[case],) = said(caplog)
+        trainer.validate(trainer.lightning_module, batches(1), verbose=False)
+        assert said(caplog) == []
+    assert_approved("first_line", {case: line.replace(f"on {DEVICE},", "on cpu,") for case, line in lines.items()})
 
 
 @pytest.mark.parametrize(
