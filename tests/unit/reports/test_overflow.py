@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import Toy, batches, fit
+from support.approved import assert_approved
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator
@@ -31,40 +32,20 @@ REPORT = Overflow(
 )  # fmt: skip
 
 
-def test_an_overflow_in_the_forward() -> None:
-    assert str(REPORT) == (
-        "Step 7 skipped (batch 7): fp16 overflow in the forward\n"
-        "  encoder.1: mul gave 96,800, fp16 ends at 65,504      symptoms.py:67  return x * 1e5\n"
-        '  fix: AmpPrecision("bf16") (tried: works), or fp32_modules=["encoder.1"] (tried: works)'
-    )
-
-
-def test_a_batch_with_nan() -> None:
-    report = replace(
-        REPORT, rank=3, world_size=4, batch_idx=412, window=(411, 412), cause="batch", operation=None, remedies=(),
-        entries=(("['image']", 1, 602_112, (17, 0, 3, 9), "NaN"),), record=replace(RECORD, index=206),
-    )  # fmt: skip
-    assert str(report) == (
-        "Step 206 skipped (batch 412 of 411 to 412, which make one step, rank 3): the batch contains NaN\n"
-        '  batch["image"]: 1 of 602,112 values, first at [17, 0, 3, 9]\n'
-        "  fix: the data; no precision helps. Later ones are counted only"
-    )
-
-
-def test_a_learning_rate_that_was_nan() -> None:
-    report = replace(
-        REPORT, cause="learning rate", operation=None, parameter="net.0.weight", bad_rate=(13, math.nan), module="net.0"
-    )
-    assert str(report) == (
-        "Step 7 skipped (batch 7): `net.0.weight` is not finite since step 13, whose learning rate was NaN\n"
-        "  fix: the schedule; go back to a checkpoint before step 13"
-    )
-
-
-def test_a_remedy_that_failed_is_not_advised_and_advice_says_that_it_was_not_tried() -> None:
-    text = str(replace(REPORT, remedies=(TriedRemedy('AmpPrecision("bf16")', False),)))
-    assert "fix: smaller inputs of that line, such as a normalisation before it (not tried)" in text
-    assert "bf16" not in text
+def test_the_printed_reports() -> None:
+    none: dict[str, Any] = {"operation": None, "remedies": ()}
+    reports = {
+        "forward": REPORT,
+        "no remedy worked": replace(REPORT, remedies=(TriedRemedy('AmpPrecision("bf16")', False),)),
+        "a batch with NaN": replace(
+            REPORT, **none, rank=3, world_size=4, batch_idx=412, window=(411, 412), cause="batch",
+            entries=(("['image']", 1, 602_112, (17, 0, 3, 9), "NaN"),), record=replace(RECORD, index=206),
+        ),
+        "a learning rate that was NaN": replace(
+            REPORT, **none, cause="learning rate", parameter="net.0.weight", bad_rate=(13, math.nan), module="net.0"
+        ),
+    }  # fmt: skip
+    assert_approved("overflow_locator", {case: str(report) for case, report in reports.items()})
 
 
 def test_each_sentence_of_advice_is_chosen_by_an_operation() -> None:
