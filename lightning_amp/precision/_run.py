@@ -73,8 +73,9 @@ class Run:
         self._checked: Tensor | None = None  # a loss whose backward is checked for anomalies
         self._undo = contextlib.ExitStack()
         stays = not {"forward_context", "autocast_context_manager"}.intersection(replaced)
-        precisions, rules = (training, evaluation), plugin.fp32_modules
-        self.forward = ForwardContexts(module, plugin.device, *precisions, rules, plugin.forward_context, stays)
+        self.forward = ForwardContexts(
+            module, plugin.device, training, evaluation, plugin.fp32_modules, plugin.forward_context, stays
+        )
         self._undo.callback(self.forward.detach)
 
     def check(self) -> None:
