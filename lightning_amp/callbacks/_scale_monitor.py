@@ -172,6 +172,8 @@ class ScaleMonitor(Observer):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history.load_state_dict(state_dict)
+        if any(record.next_scale < (self.warn_below or 0.0) for record in self.history):
+            self._is_news("scale")  # it was said before the resume
 
     # -- work ----------------------------------------------------------------------------------------------------------
 

@@ -76,10 +76,8 @@ class GradientTable(SampledTable[GradientRow]):
         for y, x in product(range(len(names)), range(len(samples))):
             if len(samples) <= _MAX_NUMBERS and not math.isnan(grid[y][x]):  # the colours tell only good from bad
                 ink = "black" if sum(colors(image.norm(inside[y][x]))[:3]) > 1.5 else "white"
-                text = f"{grid[y][x]:.2g}"
-                axes.text(x, y, text, ha="center", va="center", fontsize="small", color=ink)
-        bar = figure.colorbar(image, ax=axes, extend="both")
-        bar.set_label(f"{unit}; grey: no gradient", fontsize="small")
+                axes.text(x, y, f"{grid[y][x]:.2g}", ha="center", va="center", fontsize="small", color=ink)
+        figure.colorbar(image, ax=axes, extend="both", label=f"{unit}; grey: no gradient")
         axes.set_xlabel("optimizer step")
         axes.set_yticks(range(len(names)), names, fontsize="small")
         steps = [sample[0].step for sample in self._samples]
