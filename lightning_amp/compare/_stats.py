@@ -18,6 +18,7 @@ from typing import Literal, TypeVar
 from typing_extensions import final, override
 
 from lightning_amp._text import counted, rounded
+from lightning_amp.measure import SpeedComparison
 
 Direction = Literal["min", "max"]
 """Whether small values of a metric are better (a loss), or large values (an accuracy)."""
@@ -194,8 +195,7 @@ class Verdict:
             text += f"; enough for one comparison, not for {self.num_comparisons} at once"
         if self.seeds_needed is None:
             return f"{text}; with a margin of 0 no number of seeds shows that an arm is not worse, unless it is better"
-        about = f"about {self.seeds_needed}" if self.seeds_needed <= _MOST_SEEDS else f"more than {_MOST_SEEDS:,}"
-        return f"{text}; it takes {about} seeds"
+        return f"{text}; it takes {in_words(self.seeds_needed)} seeds"
 
     @override
     def __str__(self) -> str:
@@ -284,6 +284,21 @@ def _seeds_to_decide(cost: Difference, margin: float, num_comparisons: int) -> f
     mean, sd, count = cost.mean or 0.0, cost.sd or 0.0, len(cost.values)
     number = seeds_needed(sd, margin, num_comparisons)
     return number if number > count else max(count + 1, seeds_needed(sd, abs(margin - mean), num_comparisons))
+
+
+def in_words(num_seeds: float) -> str:
+    """Write how many seeds are needed: `about 12`, `more than 1,000`."""
+    return f"more than {_MOST_SEEDS:,}" if num_seeds > _MOST_SEEDS else f"about {num_seeds}"
+
+
+def seeds_for_speed(speed: SpeedComparison) -> float:
+    """Return about how many seeds decide a speed that is undecided: faster, slower, or the same within 5 %."""
+    if speed.low is None or speed.high is None:
+        return LEAST_PAIRS
+    count, log_ratio = speed.num_repetitions, abs(math.log(speed.ratio))
+    reach = float(scipy_special().stdtrit(count - 1, 1 - ALPHA)) / math.sqrt(count)
+    sd = math.log(speed.high / speed.low) / 2 / reach
+    return max(count + 1, seeds_needed(sd, max(log_ratio, math.log(1.05) - log_ratio)))
 
 
 def seeds_needed(sd: float, distance: float, num_comparisons: int = 1) -> float:

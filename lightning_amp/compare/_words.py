@@ -12,7 +12,7 @@ from lightning_amp._plain_data import Table, code, line
 from lightning_amp._text import counted, exact, listed, memory, rounded
 from lightning_amp.compare._arm import Arm, ArmMetric, mean
 from lightning_amp.compare._run import CONTROL, Plan, Run
-from lightning_amp.compare._stats import INTERVAL, LEAST_PAIRS, Difference
+from lightning_amp.compare._stats import INTERVAL, LEAST_PAIRS, Difference, in_words, seeds_for_speed
 
 NONE = "-"
 
@@ -175,7 +175,7 @@ def recommend(arms: Sequence[Arm]) -> tuple[str | None, list[str]]:
     if obstacle:
         return None, [f"No recommendation: {obstacle}."]
     gaining = {arm.label: (arm, gain) for arm in others if arm.is_fine and (gain := _gain(arm, reference))}
-    open_ = {arm.label: question for arm in others if (question := _question(arm))}
+    open_ = {arm.label: question for arm in others if (question := _question(arm, reference))}
     if gaining:
         best, gain = max(
             gaining.values(), key=lambda found: (_ratio(found[0]) or 0.0, -(found[0].peak_memory_bytes or 0))
@@ -215,14 +215,17 @@ def _obstacle(reference: Arm, others: Sequence[Arm]) -> str:
     return ""
 
 
-def _question(arm: Arm) -> str:
+def _question(arm: Arm, reference: Arm) -> str:
     """Write what is not known about an arm, and what would decide it; empty if the arm is decided."""
     name, undecided = code(arm.label), arm.judged("undecided")
     if not arm.finished or arm.judged("worse") or (not undecided and _ratio(arm) is not None):
         return ""
     if undecided:
         return f"{name} is undecided in {_names(undecided)}: {undecided[0].verdict.reason}"
-    return f"{name} is not worse, but {arm.speed or f'its speed was not compared: {arm.not_compared}'}"
+    less = f" and {_memory(arm, reference)}" if _memory_ratio(arm, reference) < _SMALLER else ""
+    if arm.speed is None:
+        return f"{name} is not worse{less}, but its speed was not compared: {arm.not_compared}"
+    return f"{name} is not worse{less}, but {arm.speed}: run {in_words(seeds_for_speed(arm.speed))} seeds"
 
 
 def _why_not(arm: Arm) -> str:
@@ -230,20 +233,30 @@ def _why_not(arm: Arm) -> str:
     if not arm.finished:
         return f"{name} {_failure(arm)}"
     if worse:
-        return f"{name} is worse in {_names(worse)}"
+        steps = arm.num_skipped + arm.num_steps
+        skipped = f", and skipped {arm.num_skipped:,} of {steps:,} steps" if arm.num_skipped else ""
+        return f"{name} is worse in {_names(worse)}{skipped}"
     is_slower = arm.speed is not None and arm.speed.claim == "slower"
     return f"{name} is not worse, but {arm.speed if is_slower else 'neither faster nor smaller'}"
 
 
 def _gain(arm: Arm, reference: Arm) -> str:
     """Write the gain of an arm in speed or memory; empty without one."""
-    own, theirs = arm.peak_memory_bytes, reference.peak_memory_bytes
-    ratio = own / theirs if own and theirs else 1.0
-    memory = f"needs {100 * abs(1 - ratio):.0f} % {'less' if ratio < 1 else 'more'} memory"
+    ratio, memory = _memory_ratio(arm, reference), _memory(arm, reference)
     speed = f"is {arm.speed.in_words('the reference')}" if arm.speed else ""
     if arm.speed is not None and arm.speed.claim == "faster":
         return f"{speed}, {memory}" if not _SMALLER < ratio < 1 / _SMALLER else speed
     return f"{memory}, {speed}" if arm.speed is not None and arm.speed.claim == "same" and ratio < _SMALLER else ""
+
+
+def _memory(arm: Arm, reference: Arm) -> str:
+    ratio = _memory_ratio(arm, reference)
+    return f"needs {100 * abs(1 - ratio):.0f} % {'less' if ratio < 1 else 'more'} memory"
+
+
+def _memory_ratio(arm: Arm, reference: Arm) -> float:
+    own, theirs = arm.peak_memory_bytes, reference.peak_memory_bytes
+    return own / theirs if own and theirs else 1.0
 
 
 def _ratio(arm: Arm) -> float | None:

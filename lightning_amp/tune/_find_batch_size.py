@@ -251,7 +251,9 @@ class Search:
         more += f" An optimizer step sees {facts.per_step:,} such batches." if facts.per_step > 1 else ""
         return f"A batch of {which} holds {held}: {why}.{more}"
 
-    def _failed(self, why: str, size: int) -> RunFailedError:
+    def _failed(self, why: str, size: int) -> LimitTooLowError | RunFailedError:
+        if self.points and largest_within(self.points, self._limit_gib) is None:  # such as BatchNorm at a single row
+            return LimitTooLowError(f"{self._too_low()} A batch of {size:,} failed: {why}.")
         ran = listed([f"{point.batch_size:,}" for point in sorted(self.points)])
         at = (f" at batch size {size:,}" if size else "") + (f" (it ran at {ran})" if ran else "")
         return RunFailedError(f"Training in {self._arm.label} failed{at}: {why}.")

@@ -20,9 +20,11 @@ from lightning_amp.compare._stats import (
     holm,
     resolution_of,
     scipy_special,
+    seeds_for_speed,
     seeds_needed,
     verdicts,
 )
+from lightning_amp.measure import SpeedComparison
 
 INF, NAN = math.inf, math.nan
 FINE = 1e-9  # the resolution of a metric with fine values
@@ -174,6 +176,12 @@ def test_equal_pairs_of_a_coarse_metric_need_seeds_too() -> None:
 def test_no_sensible_number_of_seeds() -> None:
     assert str(verdict(-1.0, 0.0, 1.0, margin=0.01)).endswith("it takes more than 1,000 seeds")
     assert "with a margin of 0 no number of seeds shows" in str(verdict(-1.0, 0.0, 1.0, margin=0.0))
+
+
+def test_seeds_for_an_undecided_speed() -> None:
+    assert seeds_for_speed(SpeedComparison(1.1, None, None, 1)) == 3
+    few, many = (seeds_for_speed(SpeedComparison.of([0.1 - s, 0.1, 0.1 + s], 0.9)) for s in (0.06, 0.2))
+    assert 4 <= few < many < 100
 
 
 # -- several verdicts --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from support.approved import assert_approved
 from support.reports import REPORTS, make_report
 from support.synthetic import compared, curve, make_plan, make_run
 
-from lightning_amp.compare import CONTROL, PrecisionReport
+from lightning_amp.compare import CONTROL, PrecisionReport, Run
 
 SAME = [1.0, 1.1, 1.2]
 BIT_WORSE = [1.02, 1.13, 1.21]
@@ -53,18 +53,23 @@ def test_the_whole_recommendation() -> None:
 
 def with_times(report: PrecisionReport, factors: dict[str, tuple[float, ...]]) -> PrecisionReport:
     """Return a report in which the steps of an arm's seeds took so many times as long."""
-    runs = [run for arm in report.arms.values() for run in arm.runs]
+    factor = {label: factors.get(label, (1.0,) * 3) for label in report.arms}
     return PrecisionReport(
         report.plan,
-        [replace(r, step_s=tuple(s * factors.get(r.label, (1.0,) * 3)[r.seed] for s in r.step_s)) for r in runs],
+        [replace(r, step_s=tuple(s * factor[r.label][r.seed] for s in r.step_s)) for r in runs_of(report)],
     )
+
+
+def runs_of(report: PrecisionReport) -> list[Run]:
+    return [run for arm in report.arms.values() for run in arm.runs]
 
 
 def test_an_undecided_speed_is_no_reason() -> None:
     """The arm may be several times as slow, and memory alone does not decide."""
     report = with_times(compared({"fp32": SAME, "bf16": BIT_WORSE}, memory=SMALL), {"bf16": (0.9, 1.2, 1.3)})
     assert re.fullmatch(
-        r"Stay with `fp32` for now: `bf16` is not worse, but speed undecided: 0\.\d+x to 1\.\d+x\.",
+        r"Stay with `fp32` for now: `bf16` is not worse and needs 40 % less memory, but speed undecided: 0\.\d+x to"
+        r" 1\.\d+x: run about \d+ seeds\.",
         report.recommendation,
     )
 
@@ -115,6 +120,12 @@ def test_the_table_and_the_notes() -> None:
 
 def test_failed_runs_are_listed() -> None:
     assert "- failed: `bf16, seed 1`: OutOfMemoryError: CUDA" in str(REPORTS["failing"]())
+
+
+def test_a_worse_arm_says_what_it_skipped() -> None:
+    report = compared({"fp32": SAME, "bf16": WORSE})
+    runs = [replace(r, num_skipped=5, num_steps=95) if r.label == "bf16" else r for r in runs_of(report)]
+    assert "worse in `val_loss`, and skipped 15 of 300 steps" in PrecisionReport(report.plan, runs).recommendation
 
 
 def test_a_busy_machine_is_told() -> None:

@@ -123,7 +123,7 @@ def test_a_single_row_that_a_module_does_not_take() -> None:
             one = Run("fp32", 0, error="ValueError: Expected more than 1 value per channel when training")
             return one if rows == 1 else super().outcome(rows)
 
-    with pytest.raises(RunFailedError, match=r"failed at batch size 1 \(it ran at 2, .*\): ValueError: Expected more"):
+    with pytest.raises(LimitTooLowError, match=r"a batch of \d+ holds 2 GiB.*A batch of 1 failed: ValueError"):
         search(Norm(lambda rows: 2.0))
 
 
