@@ -159,15 +159,17 @@ def test_an_interrupt_loses_nothing(ran: list[str], tmp_path: Path, monkeypatch:
         ({"val_loss": 0.1, "thing": 0.1}, r"which way 'thing' is better.*\(\"min\", 0.1\)"),
     ],
 )
-def test_a_margin_that_nobody_can_judge_ends_the_comparison_after_its_first_run(
+def test_a_margin_that_nobody_can_judge_ends_the_comparison_at_its_first_validation(
     margins: Any, says: str, ran: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=says):
-        compare(margins=margins, dirpath=tmp_path)
+        compare(margins=margins, dirpath=tmp_path / "new")
     assert ran == ["fp32 0"]
-    with pytest.raises(ValueError, match=says):  # kept runs say so before anything runs
-        compare(margins=margins, dirpath=tmp_path, num_seeds=2)
-    assert ran == ["fp32 0"]
+    compare(dirpath=tmp_path / "kept")
+    ran.clear()
+    with pytest.raises(ValueError, match=says):
+        compare(margins=margins, dirpath=tmp_path / "kept", num_seeds=2)
+    assert ran == []
 
 
 @pytest.mark.parametrize("name", ["torch", "lightning", "lightning_amp"])
