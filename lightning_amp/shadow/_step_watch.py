@@ -6,7 +6,7 @@ It watches a copy of the step, so the real step is not slowed down.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -35,7 +35,8 @@ class StepWatch(TorchFunctionMode):
         scale: The loss scale of the run.
 
     Attributes:
-        unscaled: The parameters whose gradients are not scaled at present.
+        unscaled: Gradients that are not scaled, as long as they are the parameter's.
+        before_backward: Called before each backward.
     """
 
     def __init__(self, module: nn.Module, scale: float = 1.0) -> None:
@@ -43,7 +44,8 @@ class StepWatch(TorchFunctionMode):
         # lines and results of `torch.autograd.grad(..., create_graph=True)`, without calls of `scaled_grad`
         self.derivatives: list[tuple[Place, list[Tensor | None]]] = []
         self.clippings: dict[Place, str] = {}  # functions that clipped scaled gradients, by the line that called them
-        self.unscaled: Collection[nn.Parameter] = ()
+        self.unscaled: Mapping[nn.Parameter, Tensor] = {}
+        self.before_backward: Callable[[], None] = lambda: None
         self._parameters = list(module.parameters())
         self._factor = scale
 
@@ -54,7 +56,9 @@ class StepWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         frame = inspect.currentframe()
         caller = None if frame is None else frame.f_back
-        if caller is not None and caller.f_code.co_filename == _CLIPPING and self._factor != 1:
+        if func is Tensor.backward:
+            self.before_backward()
+        elif caller is not None and caller.f_code.co_filename == _CLIPPING and self._factor != 1:
             self._clip(caller, args)
         result = func(*args, **kwargs)
         is_derivative = func is torch.autograd.grad and bool(kwargs.get("create_graph"))
@@ -64,7 +68,7 @@ class StepWatch(TorchFunctionMode):
         return result
 
     def _clip(self, frame: FrameType | None, args: tuple[Any, ...]) -> None:
-        scaled = {id(p.grad) for p in self._parameters if p.grad is not None and p not in self.unscaled}
+        scaled = {id(p.grad) for p in self._parameters if p.grad is not None and self.unscaled.get(p) is not p.grad}
         given = args[0] if args and isinstance(args[0], (list, tuple)) else args
         line = _calling_line(frame)
         if line is None or not any(id(gradient) in scaled for gradient in given):

@@ -54,7 +54,7 @@ class TrainingPass:
         self._factor = 1.0
         self._losses: list[Tensor] = []
         self._stepped: dict[nn.Parameter, Tensor] = {}  # true gradients
-        self._unscaled: set[nn.Parameter] = set()  # parameters whose gradients are true at present
+        self._unscaled: dict[nn.Parameter, Tensor] = {}  # gradients that are true, as long as they are the parameter's
         self._trace: Trace | None = None
         self._step_watch: StepWatch | None = None
         plugin = replaying(trainer.precision_plugin, clip_gradients=NOTHING, unscale_=self._unscale)
@@ -136,7 +136,7 @@ class TrainingPass:
         for held in (self._losses, self._stepped, self._unscaled):
             held.clear()
         if step_watch is not None:
-            step_watch.unscaled = self._unscaled
+            step_watch.unscaled, step_watch.before_backward = self._unscaled, self._scale_again
         shadow, plugin = self._shadow, self._trainer.precision_plugin
         fp8 = plugin.fp8_on(self.module) if isinstance(plugin, AmpPrecision) else nullcontext()
         with (
@@ -173,7 +173,7 @@ class TrainingPass:
 
     def _true_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         gradient = parameter.grad
-        if gradient is None or parameter in self._unscaled or self._factor == 1:
+        if gradient is None or self._unscaled.get(parameter) is gradient or self._factor == 1:
             return gradient
         return gradient / self._factor  # not in place, because other code may hold the gradient
 
@@ -192,10 +192,7 @@ class TrainingPass:
 
     def _backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         self._losses.append(loss.detach().float())
-        with _modules.outside_function_modes():
-            while self._unscaled:  # this backward adds to them at the scale
-                parameter = self._unscaled.pop()
-                parameter.grad = None if parameter.grad is None else parameter.grad * self._factor
+        self._scale_again()
         if self._trace is not None and not self._automatic:
             self._trace.note_loss(loss)
         with torch.autocast(self._device_type, enabled=False), ExitStack() as watching:
@@ -211,6 +208,14 @@ class TrainingPass:
                 watching.enter_context(self._trace.in_backward())
             run(*args, **kwargs)
 
+    def _scale_again(self) -> None:
+        """Multiply true gradients by the scale, because the next backward adds to them at the scale."""
+        with _modules.outside_function_modes():
+            while self._unscaled:
+                parameter, gradient = self._unscaled.popitem()
+                if parameter.grad is gradient:
+                    parameter.grad = gradient * self._factor
+
     def _scaled(self, outputs: Any) -> Any:
         if isinstance(outputs, Tensor):
             # A scaler multiplies by a tensor, too: a loss in half precision becomes float32.
@@ -220,9 +225,9 @@ class TrainingPass:
     def _unscale(self, optimizer: Any) -> None:
         with _modules.outside_function_modes():
             for parameter in _parameters(optimizer):
-                if parameter.grad is not None:
-                    parameter.grad = self._true_gradient(parameter)
-                    self._unscaled.add(parameter)
+                gradient = parameter.grad = self._true_gradient(parameter)
+                if gradient is not None:
+                    self._unscaled[parameter] = gradient
 
     def _stand_in(self, optimizer: Any) -> Any:
         stand_in = View(optimizer)
@@ -238,8 +243,10 @@ class TrainingPass:
     def _step(self, stand_in: Any, closure: Any = None, **kwargs: Any) -> Any:
         result = None if closure is None else closure()
         with _modules.outside_function_modes():
-            found = {p: self._true_gradient(p) for p in _parameters(stand_in)}
-        self._stepped.update({p: gradient for p, gradient in found.items() if gradient is not None})
+            for parameter in _parameters(stand_in):
+                gradient = self._true_gradient(parameter)
+                if gradient is not None:  # a later backward of another loss may add to `parameter.grad`
+                    self._stepped[parameter] = gradient.clone() if gradient is parameter.grad else gradient
         return result
 
     def _zero_grad(self, stand_in: Any, set_to_none: bool = True) -> None:

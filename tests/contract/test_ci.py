@@ -28,9 +28,9 @@ def test_each_stage_is_run_by_default_and_on_github() -> None:
 
 
 def test_only_make_test_leaves_out_what_is_slow() -> None:
-    """Of `test`, `test-all`, `test-device`, `lint` and `projects`, in this order."""
+    """Of `test`, `test-all`, `test-device`, `approve`, `lint` and `projects`, in this order."""
     lines = [line for line in text_of("Makefile").splitlines() if "-m pytest" in line]
-    assert ["not slow" in line for line in lines] == [True, False, True, False, False]
+    assert ["not slow" in line for line in lines] == [True, False, True, False, False, False]
     assert "make test-all " in text_of(".ci/run")
     assert "not slow" not in text_of("pyproject.toml") + text_of("tests/versions/__main__.py")
 

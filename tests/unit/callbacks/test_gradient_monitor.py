@@ -237,6 +237,25 @@ def test_clipping_of_true_gradients_is_not_noticed(plugin: Any) -> None:
     assert all(row.sqnr_db > 40 and abs(row.norm_ratio - 1) < 0.02 for row in monitor.table)
 
 
+class Adversaries(Manual):
+    """The loss of the second optimizer adds to the gradients with which the first has stepped, as in most GANs."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for optimizer, sign in zip(self.optimizers(), (1, -1), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(sign * self.loss(batch))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[i].parameters(), lr=0.01) for i in (2, 0)]
+
+
+def test_a_later_backward_does_not_change_the_gradient_of_a_step() -> None:
+    monitor = GradientMonitor()
+    fit(Adversaries, AmpPrecision("fp16"), batches(6), callbacks=[monitor])
+    assert min(row.sqnr_db for row in monitor.table) > 30
+
+
 class Penalty(Toy):
     factor, ours = 1e-5, False
 
