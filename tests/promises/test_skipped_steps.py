@@ -218,6 +218,7 @@ def test_buffers_of_a_skipped_batch_are_taken_back(plugins: Plugins, optimizer: 
     assert_same(trainer, fit(lambda: BadForward(OPTIMIZERS[optimizer]), None, data(without=dropped), **kwargs))
 
 
+@pytest.mark.needs("parameters that stay")
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("bad", [(), (0,), (0, 1, 4)])
