@@ -102,9 +102,10 @@ class OverflowLocator(Observer):
             training goes on. A file appears whole or not at all.
 
     Attributes:
-        reports: The reports of all fits of one Trainer. Each cause has one. Up to `max_reports` steps, each further
-            step that was skipped for a known cause has one. All ranks have the same reports: one for each step and rank
-            that found a cause. If no rank found the cause of a step, it has the report of rank 0.
+        reports: The reports of all fits of one Trainer, on at most `max_reports` skipped steps. Each cause has one. If
+            there is room, each further step that was skipped for a known cause has one. All ranks have the same
+            reports: one for each step and rank that found a cause. If no rank found the cause of a step, it has the
+            report of rank 0.
 
     Raises:
         ValueError: If an argument is out of its range, or fsspec does not support the protocol of `dirpath`.
@@ -324,6 +325,10 @@ class OverflowLocator(Observer):
             self._num_repeated += bool(faults) and not new
         has_room = len({report.record.index for report in self.reports}) < self.max_reports
         taken = new or (faults if record.skipped and has_room else [])
+        if new and not has_room:  # a new cause takes the place of the latest skip for a known one
+            first = {report.key: report.record.index for report in reversed(self.reports)}
+            repeated = [r.record.index for r in self.reports if r.record.index not in first.values()]
+            self.reports = [r for r in self.reports if r.record.index not in repeated[-1:]]
         self.reports += taken
         if not _lightning.is_rank_zero():
             return

@@ -90,7 +90,7 @@ def test_a_cause_is_printed_once_and_counted(caplog: pytest.LogCaptureFixture) -
 def test_known_causes_and_harmless_skips_do_not_use_up_the_reports() -> None:
     locator = OverflowLocator(max_reports=2)
     fit(TwoFaults, fp16(), with_bad(1, 3, 5, 6), callbacks=[locator])
-    assert [r.batch_idx for r in locator.reports] == [1, 3, 6]
+    assert [r.batch_idx for r in locator.reports] == [1, 6]
 
 
 def test_a_scale_that_settles_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
