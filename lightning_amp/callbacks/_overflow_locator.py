@@ -65,10 +65,10 @@ class OverflowLocator(Observer):
           head: exp gave 5.76e+10, fp16 ends at 65,504      losses.py:75  return torch.log(torch.exp(sim).sum(-1))
           fix: AmpPrecision("bf16") (tried: works), or subtract the maximum before it (`torch.logsumexp`) (not tried)
 
-    The words "tried: works" stand for a replay with this remedy. Its loss and gradients were finite, and its loss was
-    that of fp32 within the rounding of the format. A cause is printed once, and from then on only counted. A step
-    that is skipped while a dynamic scale settles is no fault. If a replay at a lower scale is finite, the step is only
-    counted. One line at the end of fit has both counts.
+    "(tried: works)" says that the step ran again with this remedy. Loss and gradients were finite then, and the loss
+    equalled the loss in fp32, up to the rounding of the format. Each cause is printed once. Later steps with the same
+    cause are counted, and so are steps that were skipped while a dynamic scale settled, which is no fault. One line at
+    the end of fit has both counts.
 
     If the loss is not finite although its gradients are, the step is taken. The locator reports this once, in the same
     way.
@@ -316,7 +316,7 @@ class OverflowLocator(Observer):
             self._report(record, [one for one in origins(trainer, found) or everybodys[:1] if not one.is_harmless])
 
     def _report(self, record: StepRecord, faults: list[Overflow]) -> None:
-        """Keep the reports of a step, and print and write those of a new cause; without any the skip was harmless."""
+        """Keep the reports of a step; print and write those of a new cause. Without reports the skip was harmless."""
         known = {report.key for report in self.reports}
         new = [one for one in faults if one.key not in known]
         if record.skipped:

@@ -225,7 +225,9 @@ def _question(arm: Arm, reference: Arm) -> str:
     less = f" and {_memory(arm, reference)}" if _memory_ratio(arm, reference) < _SMALLER else ""
     if arm.speed is None:
         return f"{name} is not worse{less}, but its speed was not compared: {arm.not_compared}"
-    return f"{name} is not worse{less}, but {arm.speed}: run {in_words(seeds_for_speed(arm.speed))} seeds"
+    interval = f" ({arm.speed.interval})" if arm.speed.interval else ""
+    seeds = in_words(seeds_for_speed(arm.speed))
+    return f"{name} is not worse{less}, but its speed is undecided{interval}: run {seeds} seeds"
 
 
 def _why_not(arm: Arm) -> str:

@@ -1,4 +1,4 @@
-"""Keep batches for running them again: those since the last attempted step, or those of a private fit."""
+"""Keep batches, so that a step can run again. Some are kept until the next step, some for later private fits."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from lightning_amp.precision import AmpPrecision
 class View:
     """Reads attributes of another object; attributes that are set on the view do not reach that object.
 
-    Properties of the other object's class are computed from the view. Methods are those of the other object.
+    A property reads the attributes of the view. A method gets the other object as `self`.
 
     Args:
         target: The other object.

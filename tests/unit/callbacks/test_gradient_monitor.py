@@ -292,12 +292,8 @@ def test_a_derivative_that_fp16_holds_is_not_named(module: Any, precision: str) 
     fit(module, fp16() if precision == "fp16" else AmpPrecision(precision), callbacks=[GradientMonitor(2)])
 
 
-class ClipsBetweenBackwards(Toy):
+class ClipsBetweenBackwards(Manual):
     """A second backward adds its gradients to unscaled ones, as in gradient accumulation by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -309,7 +305,13 @@ class ClipsBetweenBackwards(Toy):
         optimizer.step()
 
 
-def test_a_backward_after_unscaling_is_seen() -> None:
+class ScalesByHand(ClipsBetweenBackwards):
+    def manual_backward(self, loss: Tensor) -> None:  # type: ignore[override]
+        self.trainer.precision_plugin.scaler.scale(loss).backward()
+
+
+@pytest.mark.parametrize("module", [ClipsBetweenBackwards, ScalesByHand])
+def test_a_backward_after_unscaling_is_seen(module: Any) -> None:
     monitor = GradientMonitor(4)
-    fit(ClipsBetweenBackwards, AmpPrecision("fp16", scaler=1024.0), callbacks=[monitor])
+    fit(module, AmpPrecision("fp16", scaler=1024.0), callbacks=[monitor])
     assert all(row.sqnr_db > 40 for row in monitor.table)

@@ -67,11 +67,8 @@ def runs_of(report: PrecisionReport) -> list[Run]:
 def test_an_undecided_speed_is_no_reason() -> None:
     """The arm may be several times as slow, and memory alone does not decide."""
     report = with_times(compared({"fp32": SAME, "bf16": BIT_WORSE}, memory=SMALL), {"bf16": (0.9, 1.2, 1.3)})
-    assert re.fullmatch(
-        r"Stay with `fp32` for now: `bf16` is not worse and needs 40 % less memory, but speed undecided: 0\.\d+x to"
-        r" 1\.\d+x: run about \d+ seeds\.",
-        report.recommendation,
-    )
+    assert "`bf16` is not worse and needs 40 % less memory, but its speed is undecided (0." in report.recommendation
+    assert re.search(r"x\): run about \d+ seeds\.$", report.recommendation)
 
 
 def test_an_arm_of_unknown_speed_is_named_beside_the_recommended_one() -> None:

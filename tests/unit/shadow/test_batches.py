@@ -1,4 +1,4 @@
-"""Batches are kept for another run: a window of the last step, up to a limit; those of a fit, for later fits."""
+"""The batches of the last step are kept up to a limit, and those of a private fit for later fits."""
 
 from __future__ import annotations
 
