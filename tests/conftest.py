@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import math
 import os
 import random
 import sys
@@ -64,8 +65,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests about CPUs on other devices, and tests that need a real device on a pretended one."""
+    """Mark the cases beyond `few` as slow, skip tests about CPUs on other devices, and tests that need a real device on
+    a pretended one.
+    """
+    for every in _cases_of_each(items):
+        if mark := every[0].get_closest_marker("few"):
+            quick = set(_spread(every, mark.args[0]))
+            for item in every:
+                if item not in quick:
+                    item.add_marker(pytest.mark.slow)
     legal = {*pretended.MISSING, *pretended.MISSING_OF_ANOTHER_TYPE}
     for item in items:
         if unknown := set(_needs(item)) - legal:
@@ -102,9 +112,25 @@ def _uses_a_device(item: pytest.Item) -> bool:
 
 def _some_of_each(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield each test, but only some evenly spread cases of a large parametrized one: all would take minutes."""
+    for every in _cases_of_each(items):
+        yield from _spread(every, _MOST_CASES[ACCELERATOR])
+
+
+def _cases_of_each(items: list[pytest.Item]) -> Iterator[list[pytest.Item]]:
+    """Yield the cases of each test."""
     for _, cases in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
-        every = list(cases)
-        yield from every[:: -(-len(every) // _MOST_CASES[ACCELERATOR])]
+        yield list(cases)
+
+
+def _spread(every: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """Return evenly spread cases.
+
+    The step has no divisor in common with their number. So it meets all values of each parameter.
+    """
+    step = -(-len(every) // most)
+    while math.gcd(step, len(every)) > 1 and step < len(every):
+        step += 1
+    return every[::step]
 
 
 def pytest_collection_finish() -> None:

@@ -103,6 +103,7 @@ def test_one_yaml_for_all_machines(machine: str, run: Any, monkeypatch: pytest.M
         ("[]", (), "null"),
     ],
 )
+@pytest.mark.few(2)
 def test_fp32_modules_and_eval_precision_from_yaml(rules: str, expected: Any, evaluate: str, run: Any) -> None:
     settings = f"        fp32_modules: {rules}\n        eval_precision: {evaluate}"
     plugin = run(precision="bf16", settings=settings).precision_plugin

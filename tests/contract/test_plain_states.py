@@ -123,6 +123,7 @@ def test_every_cause_occurs() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.few(8)
 def test_states_are_plain_and_come_back(name: str, tmp_path: Path) -> None:
     """Return the state of each callback at the end, and the content of the checkpoint after each step."""
     situation = SITUATIONS[name]

@@ -187,6 +187,7 @@ class TestFSDPPlugins:
 @pytest.mark.parametrize("name", CALLBACKS)
 class TestCallbacks:
     @pytest.mark.parametrize("plugin", [None, *PLUGINS])
+    @pytest.mark.few(10)
     def test_only_observes(self, name: str, plugin: str | None) -> None:
         def run(callbacks: list[L.Callback]) -> tuple[L.Trainer, Any]:
             random.seed(0)

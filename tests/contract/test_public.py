@@ -53,6 +53,7 @@ def test_a_public_name_and_a_room_are_imported_when_they_are_asked_for() -> None
     assert printed_by(code).splitlines() == ["False", "False", "StepRecord False", "scaled_grad AmpPrecision"]
 
 
+@pytest.mark.slow
 def test_import_is_light() -> None:
     """Importing every public name loads no plotting, CLI or distributed package."""
     heavy = ("matplotlib", "jsonargparse", "rich", "sklearn", "transformers", "torchao", "torch._dynamo.eval_frame")

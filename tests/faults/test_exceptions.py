@@ -106,6 +106,7 @@ def undisturbed() -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize("error", [KeyError("crash"), KeyboardInterrupt()], ids=["KeyError", "KeyboardInterrupt"])
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.few(6)
 def test_everything_works_again(place: str, error: BaseException, tmp_path: Path) -> None:
     plugin, callbacks = plugin_for("fp16"), [Averaging(), *ours(tmp_path / "ours")]
     module = Fragile(place, (error,))

@@ -12,11 +12,8 @@ from support.launch import launch, launch_once, shared_folder
 SCRIPT = Path(__file__).parent / "second_run_failures.py"
 HEALTHY = ["nothing fails", "ddp, nothing fails"]
 FEW = [
-    "error, ranks (0,)",
     "late error, ranks (1,)",
-    "backward, ranks (0,)",
     "ddp, memory, ranks (1,)",
-    "ddp, backward, ranks (0,)",
 ]
 ALL = [
     f"{ddp}{how}, ranks {ranks}"

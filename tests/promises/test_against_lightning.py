@@ -39,6 +39,7 @@ def toy(optimizer: str) -> Toy:
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.few(11)
 def test_same_bits_as_lightning(precision: str, optimizer: str, clip: float | None, accumulate: int) -> None:
     if clip and optimizer.startswith("fused"):
         pytest.skip("Lightning refuses to clip with a fused optimizer (promise 3)")
@@ -79,6 +80,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("cell", [pytest.param(nn.GRUCell, marks=pytest.mark.needs("gru")), nn.LSTMCell, nn.RNNCell])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.few(2)
 def test_same_bits_where_weights_are_used_again(precision: str, cell: type[nn.Module]) -> None:
     """Promise 18: gradients are as exact as with a cast per use.
 

@@ -255,6 +255,7 @@ def run_everything(manual: bool, watched: bool, *, seed: int = 0, **kwargs: Any)
 @pytest.mark.parametrize(
     ("manual", "accumulate"), [(False, 1), (False, 2), (True, 1)], ids=["automatic", "accumulating", "manual"]
 )
+@pytest.mark.few(1)
 def test_only_looking_changes_nothing(manual: bool, accumulate: int) -> None:
     with_them, (_, locator, monitor) = run_everything(manual, True, accumulate_grad_batches=accumulate)
     without, _ = run_everything(manual, False, accumulate_grad_batches=accumulate)

@@ -45,6 +45,7 @@ def wrong(fault: Fault, report: Overflow) -> list[str]:
 @pytest.mark.filterwarnings("ignore:.*Before the first step")
 @pytest.mark.filterwarnings("ignore:std\\(\\)")  # a change of one value
 @pytest.mark.parametrize("fault", cases(Fault))
+@pytest.mark.few(18)
 def test_a_fault_is_named_and_its_cure_works(fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
     locator, plugin = run(fault, cured=False)
     assert (plugin.num_skipped == 0) == fault.is_taken

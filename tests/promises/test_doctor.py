@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, doctor
+from lightning_amp.advice import _machine, _race, _watch
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but")
 
@@ -63,6 +64,15 @@ class Loaded(L.LightningDataModule):
         return DataLoader(FromOneDisk(self.seconds), batch_size=4, **self.settings)
 
 
+@pytest.fixture
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time a few steps, where no outcome depends on time."""
+    monkeypatch.setattr(_watch, "_TIMED_S", (0.0, 5.0))
+    monkeypatch.setattr(_race, "_ROUNDS", (1, 1, 1))
+    monkeypatch.setattr(_machine, "_PRODUCT_S", 0.05)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("row_s", [0.005, 0.002])
 def test_workers_help_where_the_step_can_hide_the_loading(row_s: float) -> None:
     finding = found(Computes, lambda: Loaded(row_s), precision="bf16")["data-bound"]
@@ -92,7 +102,8 @@ class Odd(L.LightningModule):
 
 
 @needs_torchao
-@pytest.mark.parametrize("features", [1000, 1016])
+@pytest.mark.usefixtures("few_rounds")
+@pytest.mark.parametrize("features", [1000, pytest.param(1016, marks=pytest.mark.slow)])
 def test_a_gain_of_padding_for_fp8_is_not_taken_from_bf16(features: int) -> None:
     precision = {"precision": "fp8", "fp8_recipe": emulated()}
     finding = found(lambda: Odd(features), precision=precision)["sizes-not-aligned"]
@@ -133,6 +144,7 @@ class Sometimes(Boxes):
         return self.net(batch).float().square().mean() * (float("nan") if batch_idx % 4 == 3 else 1.0)
 
 
+@pytest.mark.usefixtures("few_rounds")
 @pytest.mark.parametrize(
     ("module", "precision"),
     [
@@ -143,6 +155,7 @@ class Sometimes(Boxes):
         (Toy, {"precision": "fp16", "scaler": 2.0**60}),  # a static scale that is too large
     ],
 )
+@pytest.mark.few(3)
 def test_a_step_that_overflows_is_a_finding(module: Any, precision: Any) -> None:
     class WithRows(module):
         def train_dataloader(self) -> Any:
@@ -153,6 +166,7 @@ def test_a_step_that_overflows_is_a_finding(module: Any, precision: Any) -> None
     assert "OverflowLocator" in finding.action
 
 
+@pytest.mark.usefixtures("few_rounds")
 def test_a_loss_scale_that_settles_is_no_finding() -> None:
     class WithRows(Toy):
         def train_dataloader(self) -> Any:
@@ -176,6 +190,7 @@ class Images(Toy):
 
 
 @pytest.mark.cpu
+@pytest.mark.usefixtures("few_rounds")
 @pytest.mark.parametrize("machine", ["bf16-fast", "bf16-slow", "none"])
 def test_what_it_says_of_auto_is_what_auto_does(machine: str, on_machine: Any) -> None:
     on_machine(machine)

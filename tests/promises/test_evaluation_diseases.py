@@ -114,7 +114,8 @@ def test_memory_does_not_grow_with_the_number_of_batches() -> None:
     class Counts(MetricComparison):  # type: ignore[misc]
         def on_validation_batch_end(self, *args: Any) -> None:
             super().on_validation_batch_end(*args)
-            alive.append(sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()))
+            if args[4] % 10 == 9:
+                alive.append(sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()))
 
     alive = list[int]()
     module = Case()
@@ -122,14 +123,16 @@ def test_memory_does_not_grow_with_the_number_of_batches() -> None:
     trainer = quiet_trainer(plugins=AmpPrecision("bf16"), callbacks=[Counts()])
     for _ in range(2):
         trainer.validate(module, loader, verbose=False)
-    assert max(alive[20:40]) <= alive[19] + 5
-    assert max(alive[60:]) <= alive[19] + 10
+    assert len(alive) == 8
+    assert max(alive[2:4]) <= alive[1] + 5
+    assert max(alive[6:]) <= alive[1] + 10
 
 
 @pytest.mark.needs("whole autocast")
 @pytest.mark.filterwarnings("ignore:`MetricComparison`")
 @pytest.mark.parametrize("by_module", [False, True])
 @pytest.mark.parametrize("case", [entries(Evaluated)["a constant in the step"], *cases(Evaluated, "healthy")])
+@pytest.mark.few(7)
 def test_validation_is_bit_identical(case: Evaluated, by_module: bool) -> None:
     def outcome(look: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)

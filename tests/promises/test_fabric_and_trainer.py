@@ -79,6 +79,7 @@ def by_fabric(precision: str, optimizer: Any, clip: Any, accumulate: int, norm: 
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("optimizer", CASES)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.few(5)
 def test_one_optimizer(precision: str, optimizer: str, clip: str) -> None:
     """Also the optimizer's state, the scale, the counts and the last record."""
     norm = clip == "norm"
@@ -167,6 +168,7 @@ def pair_by_fabric(precision: str, optimizer: Any, order: str) -> Any:
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", CASES)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.few(4)
 def test_two_optimizers(precision: str, optimizer: str) -> None:
     make, order = OPTIMIZERS[optimizer], "bsbs"
     pair, plugin = pair_by_fabric(precision, make, order)

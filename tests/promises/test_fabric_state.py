@@ -71,6 +71,7 @@ class Run:
 @pytest.mark.parametrize("cut", [2, 7])
 @pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.few(5)
 def test_a_cut_leaves_no_trace(precision: str, optimizer: str, cut: int, tmp_path: Path) -> None:
     """Cut after a skip (2, 10, 12), and before and after clean steps. The file loads with `weights_only`."""
     make, path = OPTIMIZERS[optimizer], tmp_path / "checkpoint.pt"

@@ -45,6 +45,7 @@ class Net(Toy):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.few(1)
 def test_learns_as_fp32_does_and_is_not_bf16(recipe: str) -> None:
     losses = {}
     trained = {}

@@ -168,6 +168,7 @@ def in_fp32(order: Any, optimizer: str, shared: bool = False) -> tuple[dict[str,
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize(("optimizer", "shared", "growth_interval"), [("sgd", False, 2), ("fused adamw", True, 1000)])
 @pytest.mark.parametrize("order", ALL_ORDERS)
+@pytest.mark.few(19)
 def test_every_order_equals_fp32(order: Any, optimizer: str, shared: bool, growth_interval: int) -> None:
     plugin = Plugins(True).scaled(growth_interval=growth_interval)
     reference, seen = in_fp32(order, optimizer, shared)
@@ -255,6 +256,7 @@ class WithoutHook(Two):
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("order", ALL_ORDERS)
+@pytest.mark.few(10)
 def test_every_order_folded(order: Any) -> None:
     """Without hooks, fused optimizers unscale in their own kernel. Without clipping the bits stay the same."""
     assert_as_fp32(lambda: two(order, "fused adamw", kind=WithoutHook), Plugins(True).scaled(growth_interval=2))
@@ -263,6 +265,7 @@ def test_every_order_folded(order: Any) -> None:
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("order", ORDERS)  # except optimizers whose backward calls no hook
 @pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
+@pytest.mark.few(10)
 def test_every_order_survives_an_overflow(order: str, optimizer: str) -> None:
     plugin = Plugins(True).scaled()
     assert_finite(fit(WithoutHook(order, optimizer), plugin, callbacks=[Poison(gradient=[2])]))

@@ -85,6 +85,7 @@ def test_mended_before_the_step(plugins: Plugins, optimizer: str, mend: Callable
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
 @pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"])
+@pytest.mark.few(8)
 def test_mended_in_any_hook(hook: str, optimizer: str, precision: str) -> None:
     plugin = getattr(Plugins(True), precision)()
     assert_as_fp32(lambda: Looks(hook, optimizer=OPTIMIZERS[optimizer]), plugin, gradient_clip_val=0.5)
@@ -197,6 +198,7 @@ class ByHand(Manual):
 @pytest.mark.parametrize("clip", [None, "norm", "value"])
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
 @pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
+@pytest.mark.few(8)
 def test_mended_by_hand(optimizer: str, precision: str, clip: str | None) -> None:
     plugin = getattr(Plugins(True), precision)()
     assert_as_fp32(lambda: ByHand(OPTIMIZERS[optimizer], True, clip), plugin)

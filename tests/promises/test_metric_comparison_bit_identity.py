@@ -47,7 +47,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "own plugin, limited, two loaders": {"own": True, "num_loaders": 2, "limit_batches": 2},
 }
 CASES = [
-    pytest.param(name, marks=pytest.mark.needs("profiler")) if "profile" in options else name
+    pytest.param(name, marks=[pytest.mark.needs("profiler"), pytest.mark.slow]) if "profile" in options else name
     for name, options in SCENARIOS.items()
 ]
 
@@ -71,6 +71,7 @@ def run(*, compare: bool, precision: Any, tmp_path: Path, average: str = "", **o
 
 
 @pytest.mark.parametrize("scenario", CASES)
+@pytest.mark.few(5)
 def test_training_is_bit_identical(scenario: str, tmp_path: Path) -> None:
     without, _, _ = run(compare=False, precision=bf16(), tmp_path=tmp_path, **SCENARIOS[scenario])
     with_it, comparison, _ = run(compare=True, precision=bf16(), tmp_path=tmp_path, **SCENARIOS[scenario])
@@ -82,6 +83,7 @@ def test_training_is_bit_identical(scenario: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scenario", CASES)
+@pytest.mark.few(4)
 def test_in_fp32_both_sides_are_equal(scenario: str, tmp_path: Path) -> None:
     _, comparison, trainer = run(compare=True, precision=AmpPrecision("fp32"), tmp_path=tmp_path, **SCENARIOS[scenario])
     assert {row.diff for row in comparison.table} == {0.0}
@@ -132,6 +134,7 @@ class Edits(Everything):
 
 @pytest.mark.parametrize("limit_batches", [None, 1])
 @pytest.mark.parametrize("average", [False, True])
+@pytest.mark.few(2)
 def test_steps_that_edit_weights(average: bool, limit_batches: int | None, tmp_path: Path) -> None:
     def run(comparison: MetricComparison | None, precision: str) -> Any:
         pl.seed_everything(3, verbose=False)
@@ -153,6 +156,7 @@ def test_steps_that_edit_weights(average: bool, limit_batches: int | None, tmp_p
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("limit_batches", [None, 2])
 @pytest.mark.parametrize("num_loaders", [1, 2])
+@pytest.mark.few(3)
 def test_test_is_the_same_with_and_without(num_loaders: int, limit_batches: int | None, own: bool) -> None:
     class Tests(Everything):
         """Do in tests the same as `Everything` does in validation."""
@@ -185,6 +189,7 @@ def test_test_is_the_same_with_and_without(num_loaders: int, limit_batches: int 
 
 @pytest.mark.needs("nccl")
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.few(1)
 def test_two_processes(manual: bool, tmp_path: Path) -> None:
     run_ranks(Path(__file__), 2, tmp_path, str(int(manual)))
     for rank in (0, 1):

@@ -149,6 +149,7 @@ class Together(L.LightningModule):
 @both_ways
 @pytest.mark.parametrize("optimizer", [plain_adamw, fused_adamw])
 @pytest.mark.parametrize("queue", [False, True])
+@pytest.mark.few(4)
 def test_two_optimizers_in_a_batch(queue: bool, optimizer: Any) -> None:
     plugin = AmpPrecision("bf16", restore_buffers=["*.queue"]) if queue else scaled_fp32()
     fit(lambda: Together(optimizer, queue), plugin, batches(len(PLANS)))

@@ -127,6 +127,7 @@ def ours(kind: type[MoCo]) -> AmpPrecision:
 @pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("kind", KINDS)
 @promise(38, stock=DIFFERS)
+@pytest.mark.few(14)
 def test_a_queue_is_that_of_a_run_without_the_batch(
     plugins: Plugins, kind: str, optimizer: str, bad: tuple[int, ...]
 ) -> None:
@@ -192,6 +193,7 @@ class ManualReplaced(Manual):
 @pytest.mark.parametrize("order", ["in turn", "after"])
 @pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
 @pytest.mark.parametrize("kind", [Manual, ManualData, ManualReplaced])
+@pytest.mark.few(8)
 def test_manual_optimization(kind: type[Manual], optimizer: str, order: str) -> None:
     make = functools.partial(kind, order, OPTIMIZERS[optimizer])
     trainer = fit(lambda: make(bad=[3]), ours(kind), data())

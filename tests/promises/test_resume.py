@@ -64,7 +64,8 @@ def test_in_fp32_lightning_itself_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.few(2)
 def test_forty_steps_are_twenty_and_twenty(precision: str, accumulate: int, tmp_path: Path) -> None:
     """Averaged weights, BatchNorm, a schedule per step and all callbacks; without accumulation after a skip."""
     resumed, whole = both(
@@ -84,6 +85,7 @@ def test_forty_steps_are_twenty_and_twenty(precision: str, accumulate: int, tmp_
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.few(2)
 def test_a_fused_optimizer_with_a_schedule(precision: str, tmp_path: Path) -> None:
     """The saving callback reads the learning rate after each batch. Another test below has no such reader."""
     assert_equal(
@@ -139,6 +141,7 @@ def test_a_checkpoint_inside_of_a_good_window(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", ["fp32", "bf16", "fp16"])
+@pytest.mark.few(1)
 def test_the_precision_may_change(after: str, tmp_path: Path) -> None:
     for before in {"fp32", "bf16", "fp16"} - {after}:
         folder = tmp_path / before

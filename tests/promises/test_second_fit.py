@@ -74,6 +74,7 @@ def go_on(trainer: L.Trainer, module: L.LightningModule, epochs: int, **kwargs: 
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("between", ["nothing", "validate"])
+@pytest.mark.few(2)
 def test_two_fits_are_one(between: str) -> None:
     """Overflows on both sides, with the growth tracker and the samples in the middle of their counts."""
     poison = (1, 4, 11, 13)

@@ -223,6 +223,7 @@ def test_buffers_of_a_skipped_batch_are_taken_back(plugins: Plugins, optimizer: 
 @pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("bad", [(), (0,), (0, 1, 4)])
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
+@pytest.mark.few(8)
 def test_statistics_of_a_lazy_layer_are_those_of_the_batches_that_were_applied(
     precision: str, bad: tuple[int, ...], optimizer: str
 ) -> None:
@@ -384,6 +385,7 @@ class Regression(L.LightningModule):
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**16])
 @pytest.mark.parametrize("bad", [(40,), range(12), (20, 21, 60)])
+@pytest.mark.few(3)
 def test_row_48_the_lr_finder_suggests_the_rate_of_fp32(bad: Iterable[int], scale: float, tmp_path: Path) -> None:
     def find(plugin: Any, bad: Iterable[int]) -> Any:
         trainer = quiet_trainer(plugins=[plugin] if plugin else None, default_root_dir=tmp_path)

@@ -180,6 +180,7 @@ class WithoutLooking(InOwnClipping):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+@pytest.mark.few(10)
 def test_in_a_hook(hook: str, precision: str, optimizer: str, accumulate: int) -> None:
     """With accumulation, another backward comes between `unscale_` of the bad batch and the step."""
     plugin = plugin_for(precision)

@@ -119,6 +119,7 @@ AVERAGES: dict[str, Callable[[], list[Any]]] = {
 @pytest.mark.filterwarnings("ignore:SWA is initializing after swa_start", "ignore:Found keys that are not in the model")
 @pytest.mark.parametrize("averaging", [*(a for a in AVERAGES if a != "ema"), pytest.param("ema", marks=needs_averages)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.few(3)
 def test_forty_steps_are_twenty_and_twenty(precision: str, averaging: str, tmp_path: Path) -> None:
     """The checkpoint holds float32, and a half-precision module that is loaded from it continues without rounding."""
 

@@ -44,6 +44,7 @@ def cases(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", cases(SLOW))
+@pytest.mark.few(4)
 def test_a_planted_fault_is_named_and_its_cure_removes_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, clock, planned_ms = SLOW[name], PlannedClock(), 3.0
     if case.code == "model-too-small":  # this code depends on times
@@ -73,6 +74,7 @@ def test_a_planted_fault_is_named_and_its_cure_removes_it(name: str, monkeypatch
 
 
 @pytest.mark.parametrize("name", cases(HEALTHY))
+@pytest.mark.few(3)
 def test_a_healthy_project_has_no_problem(name: str, request: pytest.FixtureRequest) -> None:
     if name == "an LSTM":
         request.getfixturevalue("own_lstm")

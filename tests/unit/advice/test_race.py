@@ -208,6 +208,7 @@ def claims(true_ratio: float, number: int, budget_s: float, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("budget_s", "rounds"), [(12.0, 3), (45.0, 5), (75.0, 9), (1e9, 18)])
+@pytest.mark.few(2)
 def test_a_pair_without_a_difference_is_called_different_in_one_per_cent(
     budget_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def test_validate_alone_compares(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("limit", [None, 1])
 @pytest.mark.parametrize("num_loaders", [1, 2])
 @pytest.mark.parametrize("module", [WithTest, OnlyTest])
+@pytest.mark.few(4)
 def test_test_is_compared(
     module: type[WithTest], num_loaders: int, limit: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:

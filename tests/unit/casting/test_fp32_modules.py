@@ -188,6 +188,7 @@ class TestCopies:
 @pytest.mark.parametrize("what", ["whole", "wrapped", "fp32 module", "child of the user"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at all inputs
+@pytest.mark.few(3)
 def test_compiled(x: Tensor, what: str, backend: str) -> None:
     if backend == "aot_eager" and not hasattr(config, "backward_pass_autocast"):
         pytest.skip("torch 2.8 runs compiled backwards under autocast")

@@ -123,6 +123,7 @@ def test_urls(scale: Any) -> None:
         (["runs/first", "--plot", "x.nope"], "--plot x.nope cannot be written: Format 'nope' is not supported"),
     ],
 )  # fmt: skip
+@pytest.mark.few(4)
 def test_wrong_use_is_one_line(arguments: list[str], line: str, refused: Any) -> None:
     assert refused(*arguments).startswith(line)
 

@@ -81,6 +81,7 @@ def test_finished_runs_are_kept(ran: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"format": 1}', "\0\xff"])
+@pytest.mark.few(2)
 def test_a_run_whose_file_is_torn_runs_again(damage: str, ran: list[str], tmp_path: Path) -> None:
     compare(dirpath=tmp_path)
     (tmp_path / "bf16-seed0.json").write_text(damage, encoding="latin-1")
@@ -97,6 +98,7 @@ def test_failed_runs_run_again(ran: list[str], tmp_path: Path) -> None:
     assert ran == ["fp16 0"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("changes", "differs"),
     [
@@ -113,6 +115,7 @@ def test_the_folder_of_another_compare(changes: Any, differs: str, ran: list[str
     assert ran == []
 
 
+@pytest.mark.slow
 def test_a_folder_grows(ran: list[str], tmp_path: Path) -> None:
     """Only new precisions and new seeds run."""
     compare(control=True, dirpath=tmp_path)
@@ -173,6 +176,7 @@ def test_a_margin_that_nobody_can_judge_ends_the_comparison_at_its_first_validat
 
 
 @pytest.mark.parametrize("name", ["torch", "lightning", "lightning_amp"])
+@pytest.mark.few(1)
 def test_kept_runs_of_other_versions_are_refused_by_name(name: str, ran: list[str], tmp_path: Path) -> None:
     compare(dirpath=tmp_path)
     path = tmp_path / "bf16-seed0.json"
@@ -199,6 +203,7 @@ def test_lambdas_are_kept_by_what_they_do(ran: list[str], tmp_path: Path) -> Non
         compare(("fp32",), make(32), dirpath=tmp_path)
 
 
+@pytest.mark.few(1)
 def test_a_folder_at_a_url(ran: list[str], folder_url: str) -> None:
     compare(dirpath=folder_url)
     ran.clear()
@@ -242,6 +247,7 @@ def test_one_seed_needs_no_scipy(ran: list[str], monkeypatch: pytest.MonkeyPatch
     assert str(report.verdict("bf16", "val_loss")).startswith("undecided: it takes at least three seeds")
 
 
+@pytest.mark.slow
 def test_the_order_of_the_arms_is_a_part_of_the_compare(ran: list[str], tmp_path: Path) -> None:
     """A kept control belongs to the first arm."""
     compare(("fp32", "bf16"), control=True, dirpath=tmp_path)

@@ -96,6 +96,7 @@ print(*importlib.import_module("support.settings").write_all(lambda value: modul
 """
 
 
+@pytest.mark.slow
 def test_another_process_writes_the_same() -> None:
     """It has other addresses, and another order of sets."""
     folder = Path(settings.__file__).parent

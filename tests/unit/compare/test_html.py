@@ -66,6 +66,7 @@ def page_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n == "many" else []) for n in REPORTS])
+@pytest.mark.few(5)
 def test_a_page_is_whole_and_alone(name: str) -> None:
     text = page_of(name)
     read = Reader(text)

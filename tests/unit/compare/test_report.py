@@ -280,6 +280,7 @@ def refuse(constant: str) -> NoReturn:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in REPORTS if kind != "many"])  # which takes seconds
+@pytest.mark.few(5)
 def test_json_is_the_source(kind: str, tmp_path: Path) -> None:
     report, path = REPORTS[kind](), tmp_path / "new" / "report.json"
     report.to_json(path)

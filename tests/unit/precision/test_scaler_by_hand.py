@@ -98,6 +98,7 @@ def several_losses(module: Any, batch: Tensor, scaler: Any) -> None:
     [*((scaler, "sgd") for scaler in SCALERS), ("dynamic", "fused adamw"), ("torch's", "adamw")],
 )
 @pytest.mark.parametrize("step", [half_of_it, accumulates, several_losses])
+@pytest.mark.few(8)
 def test_a_loss_scaled_by_hand_equals_fp32(step: Any, optimizer: str, scaler: str) -> None:
     make, plugin = functools.partial(Manual, step, OPTIMIZERS[optimizer]), scaled(SCALERS[scaler]())
     trainer, reference = fit(make, plugin), fit(make)

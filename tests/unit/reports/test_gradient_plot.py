@@ -23,6 +23,7 @@ def shown(figure: Any) -> list[str]:
         ("sqnr_db", "bf16", [10.0, 3.0, -20.0], [30.0, 45.0, 80.0]),
     ],
 )
+@pytest.mark.few(1)
 def test_danger_is_red_and_safety_is_pale_in_any_company(
     quantity: str, precision: str, dangerous: list[float], safe: list[float]
 ) -> None:

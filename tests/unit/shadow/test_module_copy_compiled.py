@@ -129,6 +129,7 @@ def gradients_of_a_plain_module() -> GradientTable:
 @pytest.mark.parametrize(
     "kind", ["plain", *COMPILED, *(case(kind, pytest.mark.slow) for kind in [*SCRIPTED, *FUNCTIONAL])]
 )
+@pytest.mark.few(4)
 def test_they_see_the_same_as_in_a_plain_module(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Gradients are sampled at the default scale; skipped steps are located at a scale that is too high."""
     plain = gradients_of_a_plain_module()
@@ -152,6 +153,7 @@ def test_they_see_the_same_as_in_a_plain_module(kind: str, caplog: pytest.LogCap
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("kind", [*COMPILED, "torch.jit.trace(child)", *map(case, FUNCTIONAL)])
+@pytest.mark.few(10)
 def test_training_is_the_same_bits(kind: str, precision: str) -> None:
     torch._dynamo.reset()
     alone = weights(run(kind, precision))

@@ -23,6 +23,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("limit", "batches"), [(None, 4), (1, 1), (3, 3), (9, 4), (0.5, 2), (0.1, 1), (1.0, 4)])
+@pytest.mark.few(3)
 def test_limit_batches_limits_both_sides(limit: Any, batches: int) -> None:
     comparison = MetricComparison(limit_batches=limit)
     trainer = fit(comparison)
@@ -79,6 +80,7 @@ def test_memory_of_the_shadow_is_free_after_each_validation(fails: bool) -> None
     "error",
     [torch.OutOfMemoryError("no"), RuntimeError("CUDA error: out of memory"), RuntimeError("can't allocate memory")],
 )
+@pytest.mark.few(3)
 def test_out_of_memory_drops_this_comparison(error: Exception, where: str) -> None:
     comparison = MetricComparison()
     with pytest.warns(UserWarning, match="out of memory in the fp32 pass of epoch 1: .* dropped") as caught:

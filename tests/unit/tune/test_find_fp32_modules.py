@@ -116,6 +116,7 @@ class Comparison:
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
+@pytest.mark.few(3)
 def test_the_rules_are_enough_and_none_can_be_left_out(
     kind: type[LightningModule], precision: str, tolerance: float, rules: set[str] | None
 ) -> None:
@@ -143,6 +144,7 @@ def test_the_rules_are_enough_and_none_can_be_left_out(
     ],
 )
 @pytest.mark.usefixtures("own_lstm")
+@pytest.mark.few(2)
 def test_healthy_modules_need_nothing(kind: type[LightningModule], precision: str, tolerance: float) -> None:
     found = find_fp32_modules(seeded(kind), cases.Rows, precision, tolerance=tolerance, trainer_kwargs=CPU)
     assert found == ()
@@ -319,6 +321,7 @@ class FrozenHalf(cases.Case):
         (FrozenHalf, cases.Rows, "bf16", {}, {"centred.linear"}),
     ],
 )
+@pytest.mark.few(2)
 def test_other_ways_to_train(kind: Any, data: Any, precision: str, kwargs: Any, rules: set[str] | None) -> None:
     found = find_fp32_modules(seeded(kind), data, precision, tolerance=0.1, trainer_kwargs=CPU | kwargs)
     assert found
