@@ -46,7 +46,7 @@ def check_trainer_kwargs(trainer_kwargs: object) -> dict[str, Any]:
         ValueError: If one of them is not an argument of the Trainer, or if an arm cannot run with it.
 
     """
-    advice = "Write an arm for each plugin: `precisions={'fp32': 'fp32', 'mine': plugin}`."
+    advice = "Name it in `precisions`, which also takes plugins with a label."
     found = check_trainer_names(trainer_kwargs, "what is compared", advice)
     strategy = found.get("strategy")
     if isinstance(strategy, str) and re.search("_(spawn|fork|notebook)", strategy):

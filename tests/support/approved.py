@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 FOLDER = Path(__file__).parents[1] / "approved"
 
@@ -16,3 +20,18 @@ def assert_approved(name: str, texts: Mapping[str, str]) -> None:
     if os.environ.get("APPROVE"):
         path.write_text(printed, encoding="utf-8")
     assert printed == path.read_text(encoding="utf-8"), f"run `make approve` if {path.name} should change"
+
+
+def assert_refused(name: str, call: Callable[..., Any], wrong: Iterable[Mapping[str, Any]]) -> None:
+    """Compare the errors for wrong arguments with `approved/refusals_<name>.txt`. Each is a `ValueError`.
+
+    Addresses of objects are left out, and so are lists of names that another version of Lightning would extend.
+    """
+    texts: dict[str, str] = {}
+    for arguments in wrong:
+        with pytest.raises(ValueError) as caught:
+            call(**arguments)
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        heading, text = (re.sub(r" at 0x[0-9a-f]+", "", one) for one in (given, str(caught.value)))
+        texts[heading] = re.sub(r"(It knows) .*", r"\1 ...", text)
+    assert_approved(f"refusals_{name}", texts)

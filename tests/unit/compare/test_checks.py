@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from functools import partial
 from typing import Any
 
+import lightning as L
 import pytest
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins import MixedPrecision
+from support.approved import assert_refused
 from zoo.compared import Sea, Waves
 
-from lightning_amp import compare_precisions
+from lightning_amp import AmpPrecision, compare_precisions
 from lightning_amp.compare import _compare
 
 
@@ -18,43 +22,53 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compare, "run_in_process", lambda *_: pytest.fail("something ran"))
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"trainer_kwargs": {"precision": "16-mixed"}}, "`trainer_kwargs` must not have 'precision', which is what is"),
-        ({"trainer_kwargs": {"plugins": []}}, "`trainer_kwargs` must not have 'plugins'"),
-        ({"trainer_kwargs": {"max_epoch": 1}}, "got 'max_epoch'. Did you mean 'max_epochs'?"),
-        ({"trainer_kwargs": {"xyz": 1}}, "got 'xyz'. It knows "),
-        ({"trainer_kwargs": {"fast_dev_run": True}}, "must not have 'fast_dev_run'"),
-        ({"trainer_kwargs": ["max_epochs"]}, "a mapping of the Trainer's arguments"),
-        (
-            {"trainer_kwargs": {"callbacks": LambdaCallback(setup=threading.Lock())}},
-            "cannot be sent to another process",
-        ),
-        ({"trainer_kwargs": {"strategy": "ddp_spawn"}}, "whose ranks keep the results of an arm to themselves"),
-        ({"trainer_kwargs": {"strategy": "ddp_fork_find_unused_parameters_true"}}, "use 'ddp'"),
-        ({"dirpath": ""}, "`dirpath` must be a folder, its URL, or `None`"),
-        ({"dirpath": 3}, "`dirpath` must be a folder"),
-        ({"num_seeds": 0}, "`num_seeds` must be an integer of 1 or more, got 0"),
-        ({"num_seeds": 2.0}, "`num_seeds` must be"),
-        ({"seed": -1}, "`seed` must be an integer of 0 or more"),
-        ({"seed": 2**32 - 1, "num_seeds": 3}, "`seed` must be below"),
-        ({"control": "yes"}, "`control` must be `True`, `False`, or `None`"),
-        ({"margins": 0.1}, "`margins` must be a mapping"),
-        ({"margins": {"val_loss": -0.1}}, "finite number of 0 or more"),
-        ({"margins": {"val_loss": float("nan")}}, "finite number of 0 or more"),
-        ({"margins": {"val_loss": float("inf")}}, "finite number of 0 or more"),
-        ({"margins": {"val_loss": True}}, "finite number of 0 or more"),
-        ({"margins": {"val_loss": ("up", 0.1)}}, "finite number of 0 or more"),
-        ({"margins": {"val_loss": ("min", "x")}}, "finite number of 0 or more"),
-        ({"margins": {1: 0.1}}, "`margins` must be a mapping from metrics"),
-        ({"dirpath": "nope://x"}, "`dirpath` must be a path or a URL of fsspec"),
-    ],
-)
-def test_refusals(kwargs: Any, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        compare_precisions(Waves, Sea, **kwargs)
-    assert message in str(caught.value)
+class Unsendable(MixedPrecision):
+    def __reduce__(self) -> Any:
+        raise TypeError("I stay here")
+
+    def __repr__(self) -> str:
+        return "Unsendable()"
+
+
+class Locked(L.Callback):
+    """Cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def needs(width: int) -> Waves:
+    return Waves(width)
+
+
+WRONG: list[dict[str, Any]] = [
+    *({"make_module": wrong} for wrong in (needs, Waves(), "models.Waves", None, partial(needs, width=Locked()))),
+    {"make_data": Sea()},
+    *({"precisions": wrong} for wrong in (
+        (), {}, "fp32", 16, None, {"fp32"}, ("fp32", "fp4"), ("fp32", "fp32"), ("fp32", AmpPrecision("bf16")), (True,),
+        {"a": "fp32", 1: "bf16"}, {"a": "fp32", "control": "bf16"}, {"a": AmpPrecision}, {"a": 3.5},
+        {"a": {"precision": "fp16", "fp32_module": ["x"]}}, {"a": {"precision": "bf16", "scaler": 8.0}},
+        {"a": Unsendable("bf16-mixed", "cpu")},
+    )),
+    *({"trainer_kwargs": wrong} for wrong in (
+        {"precision": "16-mixed"}, {"plugins": []}, {"max_epoch": 1}, {"xyz": 1}, {"fast_dev_run": True}, ["epochs"],
+        {"callbacks": Locked()}, {"strategy": "ddp_spawn"}, {"strategy": "ddp_fork_find_unused_parameters_true"},
+    )),
+    *({"dirpath": wrong} for wrong in ("", 3, "nope://x")),
+    *({"num_seeds": wrong} for wrong in (0, 2.0)),
+    *({"seed": -1}, {"seed": 2**32 - 1, "num_seeds": 3}, {"control": "yes"}),
+    *({"margins": wrong} for wrong in (
+        0.1, {1: 0.1}, *({"val_loss": one} for one in (-0.1, math.nan, math.inf, True, ("up", 0.1), ("min", "x"))),
+    )),
+]  # fmt: skip
+
+
+def test_refusals() -> None:
+    assert_refused(
+        "compare_precisions",
+        lambda **wrong: compare_precisions(**{"make_module": Waves, "make_data": Sea} | wrong),
+        WRONG,
+    )
 
 
 def test_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

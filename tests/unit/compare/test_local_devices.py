@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.approved import assert_refused
 
 from lightning_amp.compare import LocalDevices
 from lightning_amp.compare._local_devices import _places, visible_devices
@@ -78,41 +79,10 @@ def test_other_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("four")
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        (
-            {"devices": "0,1"},
-            "`devices` must be a list of different devices: numbers below 4, or names",
-        ),
-        (
-            {"devices": [0.5]},
-            "`devices` must be a list of different devices: numbers below 4, or names",
-        ),
-        ({"devices": [4]}, "`devices` must be a list of different devices: numbers below 4, or names"),
-        (
-            {"devices": [-1, 0]},
-            "`devices` must be a list of different devices: numbers below 4, or names",
-        ),
-        (
-            {"devices": [1, 1]},
-            "`devices` must be a list of different devices: numbers below 4, or names",
-        ),
-        ({"devices": []}, "`devices` must be a list of different devices: numbers below 4, or names"),
-        ({"devices": 2}, "`devices` must be a list of different devices: numbers below 4, or names"),
-        (
-            {"devices": [True]},
-            "`devices` must be a list of different devices: numbers below 4, or names",
-        ),
-        ({"per_run": 5}, "`per_run` must be at most the number of devices, 4, got 5"),
-        ({"per_run": 0}, "`per_run` must be an integer of 1 or more, got 0"),
-        ({"num": 0}, "`num` must be an integer of 1 or more, got 0"),
-        ({"num": 1.5}, "`num` must be an integer of 1 or more, got 1.5"),
-    ],
-)
-def test_wrong_arguments(kwargs: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LocalDevices(**kwargs)
+def test_wrong_arguments() -> None:
+    devices = ["0,1", [0.5], [4], [-1, 0], [1, 1], [], 2, [True]]
+    numbers: list[dict[str, Any]] = [{"per_run": 5}, {"per_run": 0}, {"num": 0}, {"num": 1.5}]
+    assert_refused("LocalDevices", LocalDevices, [*({"devices": wrong} for wrong in devices), *numbers])
 
 
 # -- CPUs --------------------------------------------------------------------------------------------------------------
@@ -137,23 +107,10 @@ def test_one_run_has_all_cores(num: int | None, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("kind", [None, "mps"])
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"num": 9}, "`num` must be at most the number of CPU cores, 8, got 9"),
-        (
-            {"devices": [0]},
-            r"`devices` must be `None` on a machine without accelerators that can be divided, got \[0\]",
-        ),
-        ({"per_run": 2}, "`per_run` must be 1 on a machine without accelerators that can be divided, got 2"),
-    ],
-)
-def test_wrong_arguments_without_accelerators(
-    kind: str | None, kwargs: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_arguments_without_accelerators(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, kind)
-    with pytest.raises(ValueError, match=message):
-        LocalDevices(**kwargs)
+    wrong: list[dict[str, Any]] = [{"num": 9}, {"devices": [0]}, {"per_run": 2}]
+    assert_refused("LocalDevices_on_a_CPU", LocalDevices, wrong)
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------

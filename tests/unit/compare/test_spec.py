@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
-from zoo.compared import Sea, Waves
+from zoo.compared import Waves
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, FSDPAmpPrecision
 from lightning_amp.compare import check_factory, parse_arms
@@ -49,38 +49,6 @@ def test_fsdp_has_a_plugin_of_its_own(strategy: Any) -> None:
     assert type(arms["bf16"].plugin("ddp")) is AmpPrecision
 
 
-class Unsendable(MixedPrecision):
-    def __reduce__(self) -> Any:
-        raise TypeError("I stay here")
-
-
-@pytest.mark.parametrize(
-    ("precisions", "message"),
-    [
-        ((), "at least one"),
-        ({}, "at least one"),
-        ("fp32", r"Write `precisions=\['fp32'\]`"),
-        (16, "a sequence of precisions"),
-        (None, "a sequence of precisions"),
-        ({"fp32", "bf16"}, "A set has no first one"),
-        (("fp32", "fp4"), r"`precisions\['fp4'\]` must be one of"),
-        (("fp32", "fp32"), "different labels, got 'fp32' twice"),
-        (("fp32", AmpPrecision("bf16")), "Give a plugin or arguments a label"),
-        ((True,), "names if it is a sequence"),
-        ({"a": "fp32", 1: "bf16"}, "labelled by texts"),
-        ({"a": "fp32", "control": "bf16"}, "other names than 'control'"),
-        ({"a": AmpPrecision}, "got the class AmpPrecision. Make one of it"),
-        ({"a": {"precision": "fp16", "fp32_module": ["x"]}}, r"`precisions\['a'\]`: .*'fp32_module'.*The arguments"),
-        ({"a": 3.5}, "must be one of"),
-        ({"a": {"precision": "bf16", "scaler": 8.0}}, r"`precisions\['a'\]`: .*does not use a loss scaler"),
-        ({"a": Unsendable("bf16-mixed", "cpu")}, "cannot be sent to another process: TypeError: I stay here"),
-    ],
-)
-def test_arms_that_are_refused(precisions: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_arms(precisions)
-
-
 # -- factories ---------------------------------------------------------------------------------------------------------
 
 
@@ -97,22 +65,6 @@ class Maker:
 def test_factories_that_travel(factory: Any) -> None:
     check_factory("make_module", factory, L.LightningModule)
     assert isinstance(pickle.loads(dumps(factory))(), Waves)
-
-
-@pytest.mark.parametrize(
-    ("factory", "message"),
-    [
-        (needs, "callable without arguments; 'needs': missing a required argument: 'width'. Write a function"),
-        (Waves(), "got an object of Waves. Pass the class itself"),
-        (Sea(), "got an object of Sea. Pass the class itself"),
-        ("models.Waves", "must be a LightningModule, or a function without arguments that returns one, got 'models"),
-        (None, "got None"),
-        (partial(needs, width=sys.stdout), "cannot be sent to another process: TypeError"),
-    ],
-)
-def test_factories_that_are_refused(factory: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_factory("make_module", factory, L.LightningModule)
 
 
 def test_without_cloudpickle_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
