@@ -12,7 +12,7 @@ GPU_ARGS ?=
 VERSIONS ?=
 VERSIONS_ARGS ?=
 MUTATIONS_ARGS ?=
-PROJECTS_ARGS ?= --out docs/results/projects.md
+PROJECTS_ARGS ?=
 
 BIN := $(VENV)/bin
 # Python compiles each module at its first import, which is less work than to compile all that is installed.
