@@ -113,7 +113,8 @@ def _uses_a_device(item: pytest.Item) -> bool:
 def _some_of_each(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield each test, but only some evenly spread cases of a large parametrized one: all would take minutes."""
     for every in _cases_of_each(items):
-        yield from _spread(every, _MOST_CASES[ACCELERATOR])
+        quick = [item for item in every if item.get_closest_marker("slow") is None]
+        yield from _spread(quick or every, _MOST_CASES[ACCELERATOR])
 
 
 def _cases_of_each(items: list[pytest.Item]) -> Iterator[list[pytest.Item]]:
