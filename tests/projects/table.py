@@ -45,13 +45,20 @@ HEAD = ("project", "bf16 gradient error", "fp16 gradient error", "fp16 applied s
 
 
 def page(results: list[Result]) -> str:
-    """Write the page in Markdown."""
-    rows = [HEAD, ["---"] * len(HEAD), *map(cells_of, results)]
+    """Write the page in Markdown: a row per project with a verdict, and the names of the others."""
+    shown = {r.project: r for r in results if r.skipped or any(r.verdict(p) != "ok" for p in ("fp32", "bf16", "fp16"))}
+    rows = [HEAD, ["---"] * len(HEAD), *map(cells_of, shown.values())]
+    others = [r for r in results if r.project not in shown]
+    worst = {p: max(r.errors[p]["ours"].gradient for r in others if p in r.errors) for p in ("bf16", "fp16") if others}
     lines = [INTRODUCTION, summary(results), "", machine(), "", *(f"| {' | '.join(row)} |" for row in rows), ""]
-    for r in results:
-        worst = sorted((f for f in r.findings if f.whose != NOTE), key=lambda f: BY_WEIGHT.index(f.whose))
-        first = {f.precision: f for f in reversed(worst)}
+    for r in shown.values():
+        by_weight = sorted((f for f in r.findings if f.whose != NOTE), key=lambda f: BY_WEIGHT.index(f.whose))
+        first = {f.precision: f for f in reversed(by_weight)}
         lines += [f"- `{r.project}`, {escape(str(first[precision]))}" for precision in sorted(first)]
+    if others:
+        errors = " and ".join(f"{error:.2g} in {p}" for p, error in worst.items())
+        names = ", ".join(f"`{r.project}`" for r in others)
+        lines += ["", f"Nothing fails in the other {len(others)}, whose errors are at most {errors}: {names}."]
     return "\n".join(lines).rstrip() + "\n"
 
 
