@@ -30,6 +30,10 @@ PRINTS = {
     "clip_fused": "steps applied",
     "two_optimizers": "steps applied",
     "keep_layer_fp32": "body gives torch.bfloat16 and head gives torch.float32",
+    "input_gradients": "fp16: gradient norm 0.456",
+    "fft_complex": "fp16 6 steps applied, 2 skipped",
+    "unscale_fp16_gradients": "MixedPrecision raises: Attempting to unscale FP16 gradients.",
+    "bf16_weights": "loaded as torch.bfloat16",
     "evaluate_fp32": "val_mae",
     "loggers": "'amp/loss_scale'",
     "yaml": "",
@@ -47,6 +51,9 @@ NEEDS = {
             any(importlib.util.find_spec(name) is None for name in ("transformers", "peft")),
             reason="needs transformers and peft",
         )
+    ],
+    "bf16_weights": [
+        pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
     ],
     "yaml": [pytest.mark.skipif(importlib.util.find_spec("jsonargparse") is None, reason="needs jsonargparse")],
     "train_fp8": [needs_torchao],
