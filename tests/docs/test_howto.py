@@ -52,9 +52,7 @@ NEEDS = {
             reason="needs transformers and peft",
         )
     ],
-    "bf16_weights": [
-        pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-    ],
+    "bf16_weights": [pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")],
     "yaml": [pytest.mark.skipif(importlib.util.find_spec("jsonargparse") is None, reason="needs jsonargparse")],
     "train_fp8": [needs_torchao],
 }
