@@ -273,7 +273,7 @@ class MetricComparison(Observer):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.table:
-            self._print()
+            _messages.info(describe_comparison(self.table.worst_first()))
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class MetricComparison(Observer):
             step = log_evaluation_metrics(trainer, metrics, amp.get("step"))
             self.table.add(row._replace(step=step) for row in rows)
             if trainer.state.fn != "fit":
-                self._print()
+                _messages.info(describe_comparison(self.table.worst_first()))
         self._judge(trainer, module, compared, is_new=bool(rows))
 
     def _check_names(self, trainer: Trainer, module: LightningModule, logged: list[str]) -> None:
@@ -348,11 +348,6 @@ class MetricComparison(Observer):
         if exceeding and self.on_exceed == "raise":
             raise RuntimeError(text)
         _messages.warn(text)
-
-    # -- words ---------------------------------------------------------------------------------------------------------
-
-    def _print(self) -> None:
-        _messages.info(describe_comparison(self.table.worst_first()))
 
 
 def _as_metrics(trainer: Trainer, rows: Sequence[ComparisonRow]) -> dict[str, torch.Tensor]:

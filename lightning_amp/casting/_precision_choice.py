@@ -25,7 +25,10 @@ _SPELLINGS: dict[Any, Precision] = {
 }
 _MEANT = {
     **{str(spelling): name for spelling, name in _SPELLINGS.items()},
-    **{"half": "fp16", "8": "fp8", "torch.float8_e4m3fn": "fp8", "transformer-engine": "fp8"},
+    "half": "fp16",
+    "8": "fp8",
+    "torch.float8_e4m3fn": "fp8",
+    "transformer-engine": "fp8",
     **dict.fromkeys(("64", "double", "float64", "torch.float64"), "fp32"),
 }
 """Our name for what a user may have meant by an unknown spelling that is close to one of these."""

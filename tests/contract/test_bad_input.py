@@ -33,6 +33,28 @@ def test_plugin_and_precision() -> None:
         quiet_trainer(plugins=[AmpPrecision("bf16")], precision="bf16-mixed")
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"plugins": [AmpPrecision]}, r"`AmpPrecision`, which is a class \(write `AmpPrecision\(...\)`\)"),
+        ({"callbacks": [ScaleMonitor]}, "`callbacks` has `ScaleMonitor`, which is a class"),
+        (
+            {"callbacks": [AmpPrecision("bf16")]},
+            r"is a plugin, not a callback: write `plugins=\[AmpPrecision\('bf16'\)\]",
+        ),
+        ({"plugins": [ScaleMonitor()]}, r"it is a callback: write `callbacks=\[ScaleMonitor\(\)\]`"),
+    ],
+)
+def test_a_class_or_the_wrong_list(kwargs: Any, says: str) -> None:
+    with pytest.raises(Exception, match=says):
+        L.Trainer(**QUIET | kwargs)
+
+
+def test_callbacks_are_shown_with_their_arguments() -> None:
+    assert repr(ScaleMonitor()) == "ScaleMonitor()"
+    assert str(ScaleMonitor(5, warn_below=None)) == "ScaleMonitor(log_every_n_steps=5, warn_below=None)"
+
+
 def test_the_other_package() -> None:
     other = pytest.importorskip("pytorch_lightning")
     with pytest.raises(Exception, match=r"`import lightning as L; L.Trainer\(...\)`"):

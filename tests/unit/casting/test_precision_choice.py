@@ -28,7 +28,14 @@ def test_spellings(choice: tuple[str, str, torch.dtype], spellings: list[Any]) -
 @pytest.mark.parametrize(
     ("bad", "meant"),
     [
-        *(("half", "fp16"), ("fp17", "fp16"), ("BF-16", "bf16"), (torch.float64, "fp32"), (torch.float8_e5m2, "fp8")),
+        *(
+            ("half", "fp16"),
+            ("fp17", "fp16"),
+            ("BF-16", "bf16"),
+            (64, "fp32"),
+            (torch.float64, "fp32"),
+            (torch.float8_e5m2, "fp8"),
+        ),
         *(("16-true", r"`Trainer\(precision='16-true'\)`.* 'fp16' keeps"), ("bf16-true", "'bf16' keeps")),
         *((bad, "") for bad in (48, True, None, [], 16.5, "nonsense")),
     ],
@@ -61,6 +68,9 @@ def test_fp8_needs_hardware_or_emulation(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         fp8.require(device)
     fp8.require(device, emulated=True)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="install torchao, which is missing, and pass"):
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        fp8.require(device)
     monkeypatch.setattr(_precision_choice, "has_fp8", lambda device: True)
     fp8.require(device)
     assert _precision_choice.runnable(device) == ["bf16", "fp16", "fp8", "fp32"]
