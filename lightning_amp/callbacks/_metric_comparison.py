@@ -200,9 +200,7 @@ class MetricComparison(Observer):
         reason = no_mixed_precision(trainer) or missing or why_not_twice(trainer, pl_module, step, against_fp32=True)
         if reason is None and stage == "fit" and not trainer.enable_validation:
             reason = "no validation runs in this fit"
-        self._runs = reason is None
-        if reason is not None:
-            self._stand_aside(reason)
+        self._runs = not self._stand_aside(reason)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

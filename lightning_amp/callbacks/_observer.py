@@ -77,8 +77,11 @@ class Observer(Callback, metaclass=NamesItsClass):
     def _close(self) -> None:
         """Let go of the run."""
 
-    def _stand_aside(self, reason: str) -> None:
-        _messages.info(f"`{type(self).__name__}` stands aside: {reason}.")
+    def _stand_aside(self, reason: str | None) -> bool:
+        """Log the reason to do nothing in this run, if there is one, and return whether there is."""
+        if reason is not None:
+            _messages.info(f"`{type(self).__name__}` stands aside: {reason}.")
+        return reason is not None
 
     def _warn_of_failure(self, trainer: Trainer, reason: str, text: str) -> None:
         """Warn, on the rank where it happened, of a failure of a second run."""

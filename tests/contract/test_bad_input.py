@@ -15,11 +15,6 @@ from lightning_amp import AmpPrecision, OverflowLocator, ScaleMonitor
 from lightning_amp.casting import _precision_choice
 
 
-def test_an_unknown_precision() -> None:
-    with pytest.raises(ValueError, match=r"`precision` must be one of .*got 'fp17'"):
-        AmpPrecision("fp17")
-
-
 def test_a_precision_the_device_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_precision_choice, "_autocast_runs", lambda device, dtype: False)
     module = Toy()

@@ -74,34 +74,27 @@ def operation(name: str, faulty: Any, remedy: str = Layer.remedy, *precisions: s
     return type(name, (Layer,), {"faulty": run, "remedy": remedy, **({"precisions": precisions} if precisions else {})})
 
 
-def first_rows(x: Tensor) -> Tensor:
-    return torch.arange(len(x), device=x.device)
-
-
 def zeros(x: Tensor) -> Tensor:
     return torch.zeros_like(x, dtype=torch.float32)
 
 
 def product(x: Tensor, _: Tensor) -> Tensor:
     """Multiply a complex32 matrix in fp16, or with the remedy a complex64 one."""
-    z = torch.complex(x.half(), x.half())
-    return (z.to(torch.complex64) if x.dtype == torch.float32 else z) @ torch.ones(8, 8, dtype=torch.cfloat).to(
-        x.device
-    )
+    z = torch.complex(x.half(), x.half()).to(torch.complex64 if x.dtype == torch.float32 else torch.complex32)
+    return z @ z.T
 
 
 OPERATIONS = [
     # two dtypes that the error names, each in another way
     operation("Cross", lambda x, w: torch.linalg.cross(x[:, :3], w[:, :3])),
     operation("InPlace", lambda x, w: zeros(x)[:, :8].addmm_(x, torch.ones(8, 8, device=x.device))),
-    operation("Put", lambda x, _: zeros(x).index_put_((first_rows(x),), x)),
+    operation("Put", lambda x, _: zeros(x).index_put_((torch.ones(len(x), dtype=torch.long, device=x.device),), x)),
     operation("Bilinear", lambda x, _: nn.functional.bilinear(x, x, torch.ones(2, 8, 8, device=x.device))),
     operation("Lerp", lambda x, w: torch.lerp(x, w, 0.5)),
     operation("Dot", lambda x, w: torch.dot(x[0], w[0])),
-    operation("MaskedScatter", lambda x, _: zeros(x).masked_scatter(x.detach() < 9, x)),
     operation(
         "Bag",
-        lambda x, w: nn.functional.embedding_bag(first_rows(x)[:, None], w, per_sample_weights=x[:, :1], mode="sum"),
+        lambda x, w: nn.functional.embedding_bag((x > 9).long(), w, per_sample_weights=x, mode="sum"),
     ),
     operation("Products", OFF(torch.inner)),
     operation("Recurrent", lambda x, _: OFF(nn.GRU(8, 8, device=x.device))(x)[0]),  # torch raises a `ValueError`
@@ -111,6 +104,7 @@ OPERATIONS = [
     # an operation without such a kernel
     operation("Determinant", lambda x, _: torch.linalg.det(x[:, : len(x)]), "does not support: call"),
     operation("Complex", lambda x, _: torch.complex(x, x), Layer.remedy, "bf16"),
+    operation("ToNumpy", lambda x, _: torch.from_numpy(x.detach().cpu().numpy()), Layer.remedy, "bf16"),
     operation("ComplexProduct", product, r"call `\.to\(torch\.complex64\)` on each complex32", "fp16"),
 ]
 
@@ -123,14 +117,6 @@ class PseudoInverse(Layer):
     def faulty(self, x: Tensor) -> Tensor:
         with fp32_region() if self.cured else contextlib.nullcontext():
             return x + torch.linalg.pinv(self.fixed(x)).sum()
-
-
-class ToNumpy(Layer):
-    precisions = ("bf16",)
-
-    def faulty(self, x: Tensor) -> Tensor:
-        self.fixed(x.detach()).cpu().numpy()
-        return x
 
 
 class Product(torch.autograd.Function):
@@ -186,14 +172,11 @@ class OwnFunctionWithSetup(OwnFunction):
 
 class OwnForward(OwnFunction):
     kind = InItsForward
-
-    @property
-    def where(self) -> str:
-        return "`net.1` (OwnForward)"
+    where = "`net.1` (OwnForward)"  # pyright: ignore[reportAssignmentType]
 
 
 FAULTS: list[type[Layer]] = [
-    *(Constant, Convolution, *OPERATIONS, PseudoInverse, ToNumpy),
+    *(Constant, Convolution, *OPERATIONS, PseudoInverse),
     *(OwnFunction, OwnFunctionWithSetup, OwnForward),
 ]
 CASES = [(f, p) for f in FAULTS for p in getattr(f, "precisions", ("fp16", "bf16"))]
