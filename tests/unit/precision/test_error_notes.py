@@ -92,10 +92,7 @@ OPERATIONS = [
     operation("Bilinear", lambda x, _: nn.functional.bilinear(x, x, torch.ones(2, 8, 8, device=x.device))),
     operation("Lerp", lambda x, w: torch.lerp(x, w, 0.5)),
     operation("Dot", lambda x, w: torch.dot(x[0], w[0])),
-    operation(
-        "Bag",
-        lambda x, w: nn.functional.embedding_bag((x > 9).long(), w, per_sample_weights=x, mode="sum"),
-    ),
+    operation("Bag", lambda x, w: nn.functional.embedding_bag((x > 9).long(), w, per_sample_weights=x, mode="sum")),
     operation("Products", OFF(torch.inner)),
     operation("Recurrent", lambda x, _: OFF(nn.GRU(8, 8, device=x.device))(x)[0]),  # torch raises a `ValueError`
     # two dtypes, of which the error names none
@@ -110,8 +107,6 @@ OPERATIONS = [
 
 
 class PseudoInverse(Layer):
-    """It multiplies in half precision under autocast, whatever its inputs are."""
-
     remedy = r"still fails, do so inside `with lightning_amp\.precision\.fp32_region\(\):`"
 
     def faulty(self, x: Tensor) -> Tensor:
