@@ -44,9 +44,16 @@ __all__ = ["__version__", *_FOLDER_OF]  # noqa: PLE0604  # pyright: ignore[repor
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Import a public name or a folder on first use, because importing Lightning takes seconds."""
+    """Import a public name or a folder on first use, because importing Lightning takes seconds.
+
+    A public name of a folder is an `ImportError` that says where it is: Python's `from lightning_amp import name`
+    drops the text of an `AttributeError`.
+    """
     path = f"{__name__}.{_FOLDER_OF.get(name, name)}"
     if _util.find_spec(path) is None:
+        for folder in [] if name.startswith("_") else dict.fromkeys([*_FOLDER_OF.values(), "reports"]):
+            if name in _importlib.import_module(f"{__name__}.{folder}").__all__:
+                raise ImportError(f"`{name}` is in a folder: write `from {__name__}.{folder} import {name}`.")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _importlib.import_module(path)
     value = globals()[name] = getattr(module, name) if name in _FOLDER_OF else module

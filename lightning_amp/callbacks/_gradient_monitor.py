@@ -144,9 +144,7 @@ class GradientMonitor(Observer):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         reason = no_mixed_precision(trainer) or why_not_twice(trainer, pl_module, "training_step", against_fp32=True)
-        self._runs = reason is None
-        if reason is not None:
-            self._stand_aside(reason)
+        self._runs = not self._stand_aside(reason)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

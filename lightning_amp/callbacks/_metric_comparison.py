@@ -200,9 +200,7 @@ class MetricComparison(Observer):
         reason = no_mixed_precision(trainer) or missing or why_not_twice(trainer, pl_module, step, against_fp32=True)
         if reason is None and stage == "fit" and not trainer.enable_validation:
             reason = "no validation runs in this fit"
-        self._runs = reason is None
-        if reason is not None:
-            self._stand_aside(reason)
+        self._runs = not self._stand_aside(reason)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -273,7 +271,7 @@ class MetricComparison(Observer):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.table:
-            self._print()
+            _messages.info(describe_comparison(self.table.worst_first()))
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -311,7 +309,7 @@ class MetricComparison(Observer):
             step = log_evaluation_metrics(trainer, metrics, amp.get("step"))
             self.table.add(row._replace(step=step) for row in rows)
             if trainer.state.fn != "fit":
-                self._print()
+                _messages.info(describe_comparison(self.table.worst_first()))
         self._judge(trainer, module, compared, is_new=bool(rows))
 
     def _check_names(self, trainer: Trainer, module: LightningModule, logged: list[str]) -> None:
@@ -348,11 +346,6 @@ class MetricComparison(Observer):
         if exceeding and self.on_exceed == "raise":
             raise RuntimeError(text)
         _messages.warn(text)
-
-    # -- words ---------------------------------------------------------------------------------------------------------
-
-    def _print(self) -> None:
-        _messages.info(describe_comparison(self.table.worst_first()))
 
 
 def _as_metrics(trainer: Trainer, rows: Sequence[ComparisonRow]) -> dict[str, torch.Tensor]:

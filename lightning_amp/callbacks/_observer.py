@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,11 +23,12 @@ from typing_extensions import override
 
 from lightning_amp import _messages
 from lightning_amp._files import child
+from lightning_amp._instances import NamesItsClass
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.precision import AmpPrecision
 
 
-class Observer(Callback):
+class Observer(Callback, metaclass=NamesItsClass):
     """A callback whose results belong to one Trainer: another one begins anew, as for k folds."""
 
     dirpath: Path | str | None = None
@@ -39,6 +41,16 @@ class Observer(Callback):
     def _forget(self) -> None:
         """Drop the results of earlier fits."""
         self._said = set[str]()
+
+    def __repr__(self) -> str:
+        """Return the code that makes this callback, without arguments that have their default."""
+        arguments = inspect.signature(type(self)).parameters.values()
+        given = [f"{a.name}={v!r}" for a in arguments if (v := getattr(self, a.name, a.default)) != a.default]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    def __format__(self, spec: str) -> str:
+        """Return the callback as Lightning writes it into its error about a plugin of an invalid type."""
+        return f"{self!r} (it is a callback: write `callbacks=[{self!r}]`)"
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -65,8 +77,11 @@ class Observer(Callback):
     def _close(self) -> None:
         """Let go of the run."""
 
-    def _stand_aside(self, reason: str) -> None:
-        _messages.info(f"`{type(self).__name__}` stands aside: {reason}.")
+    def _stand_aside(self, reason: str | None) -> bool:
+        """Log the reason to do nothing in this run, if there is one, and return whether there is."""
+        if reason is not None:
+            _messages.info(f"`{type(self).__name__}` stands aside: {reason}.")
+        return reason is not None
 
     def _warn_of_failure(self, trainer: Trainer, reason: str, text: str) -> None:
         """Warn, on the rank where it happened, of a failure of a second run."""
@@ -86,8 +101,9 @@ class Observer(Callback):
             write(child(self.dirpath, name))
         except Exception as error:  # such as a full disk; drivers raise their own exceptions
             if self._is_news("folder"):
-                who = f"`{type(self).__name__}`"
-                _messages.warn(f"{who} could not write to `{self.dirpath}`: {error}. Training is not affected.")
+                _messages.warn(
+                    f"`{type(self).__name__}` could not write to `{self.dirpath}`: {error}. Training is not affected."
+                )
 
 
 def no_mixed_precision(trainer: Trainer) -> str | None:
@@ -116,8 +132,7 @@ def why_not_twice(trainer: Trainer, module: LightningModule, step: str, *, again
     strategy = trainer.strategy
     known = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy))
     if isinstance(strategy, DeepSpeedStrategy) or not known:
-        works = "it works on one device, in DDP, FSDP and tensor parallel"
-        return f"{works}, and the strategy is `{type(strategy).__name__}`"
+        return f"it works on one device, in DDP, FSDP and tensor parallel, not with `{type(strategy).__name__}`"
     if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
         return f"a `{step}` that takes a `dataloader_iter` consumes its batches, so they cannot be run twice"
     # In every other precision, weights and inputs are in half or in double precision throughout.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import platform
 import warnings
 from pathlib import Path
@@ -21,6 +23,15 @@ _SPELLINGS: dict[Any, Precision] = {
     **dict.fromkeys(("16-mixed", "16", 16, "float16", "torch.float16", torch.float16), "fp16"),
     **dict.fromkeys(("32-true", "32", 32, "float32", "torch.float32", torch.float32), "fp32"),
 }
+_MEANT = {
+    **{str(spelling): name for spelling, name in _SPELLINGS.items()},
+    "half": "fp16",
+    "8": "fp8",
+    "torch.float8_e4m3fn": "fp8",
+    "transformer-engine": "fp8",
+    **dict.fromkeys(("64", "double", "float64", "torch.float64"), "fp32"),
+}
+"""Our name for what a user may have meant by an unknown spelling that is close to one of these."""
 
 
 class Choice(NamedTuple):
@@ -56,7 +67,8 @@ class Choice(NamedTuple):
         """
         names = runnable(device)
         if self.name not in names and not (emulated and "bf16" in names):
-            emulate = " To try fp8's accuracy without its speed, pass an `fp8_recipe` with `emulate=True`."
+            first = "" if importlib.util.find_spec("torchao") else "install torchao, which is missing, and "
+            emulate = f" To try fp8's accuracy without its speed, {first}pass an `fp8_recipe` with `emulate=True`."
             raise ValueError(
                 f"This device ({_describe(device)}) cannot run {argument} {self.name!r}. It can run:"
                 f" {', '.join(map(repr, names))}. lightning_amp never falls back in silence; choose one of these."
@@ -78,20 +90,39 @@ def our_name(spelling: str) -> str:
 
 
 def parse_precision(value: Any, argument: str = "precision") -> Precision:
-    """Return our name for any spelling of a precision; raise a `ValueError` with the legal spellings if it is none."""
+    """Return our name for any spelling of a precision; raise a `ValueError` with the legal spellings if it is none.
+
+    The error suggests the precision whose spelling is closest.
+    """
     try:
         known = None if isinstance(value, bool) else _SPELLINGS.get(value)
     except TypeError:  # unhashable
         known = None
     if known is None:
         legal = [repr(spelling) for spelling in _SPELLINGS if (spelling, argument) != ("fp8", "eval_precision")]
-        raise ValueError(f"`{argument}` must be one of {', '.join(legal)}; got {value!r}.")
+        raise ValueError(f"`{argument}` must be one of {', '.join(legal)}; got {value!r}.{_meant(value, argument)}")
     if known == "fp8" and argument == "eval_precision":
         raise ValueError(
             "`eval_precision='fp8'` is not supported: fp8 is for training, where its products are a third of the work."
             " Leave it out: with precision 'fp8', evaluation runs in 'bf16'."
         )
     return known
+
+
+def _meant(value: Any, argument: str) -> str:
+    """Return a sentence with the precision that the user may have meant; empty if none is close."""
+    text = str(value).lower()
+    if text in ("16-true", "bf16-true"):
+        return (
+            f" Half-precision weights are Lightning's `HalfPrecision`, `Trainer(precision={text!r})` without a plugin;"
+            f" most small updates of such weights are rounded away. {our_name(text.replace('true', 'mixed'))!r} keeps"
+            " float32 weights."
+        )
+    if not isinstance(value, (str, int, torch.dtype)) or isinstance(value, bool):
+        return ""
+    known = [spelling for spelling, name in _MEANT.items() if (name, argument) != ("fp8", "eval_precision")]
+    closest = difflib.get_close_matches(text, known, 1)
+    return f" Did you mean {_MEANT[closest[0]]!r}?" if closest else ""
 
 
 def runnable(device: torch.device) -> list[str]:

@@ -19,32 +19,45 @@ from lightning_amp._text import named
 from lightning_amp._user_line import innermost
 from lightning_amp.casting import Choice
 
-_SCALAR_TYPES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
-_ABOUT_DTYPES = re.compile(r"[Tt]ype|implemented for")
+_HALF = {
+    torch.float16: re.compile(r"Half|(?<!dtype=torch\.)\bfloat16\b|\bhalf precision\b"),
+    torch.bfloat16: re.compile(r"BFloat16|(?<!dtype=torch\.)\bbfloat16\b"),
+}
+"""How torch's errors write a half-precision dtype; a tensor that a message prints, `dtype=torch.float16`, is none."""
+_COMPLEX_HALF = re.compile(r"[Cc]omplex(?:<c10::)?Half")
+_SUPPORTED = re.compile(r"\w+(?:, \w+)*,? or \w+")  # "Half, Float or Double": what would work, not what it got
+_UNNAMED = re.compile(r"same d?types?$|src\.dtype")  # two dtypes differ, and the message names neither
+_UNSUPPORTED = re.compile(r"not implemented for|[Nn]ot support|[Uu]nsupported")
+_NO_FLOATS = re.compile(r"\b(?:bool|boolean|byte|int|integer|long)\b", re.IGNORECASE)
+_FLOATS = re.compile(r"\b(?:float|double)", re.IGNORECASE)
 _MARK = "lightning_amp: raised in"
 
 
 def note(error: BaseException, choice: Choice, modules: Sequence[nn.Module], step: str) -> None:
     """Add a note to an error about dtypes, if autocast or a float64 batch has a part in it; its type and text stay.
 
-    On Python 3.10, which has no notes, it is a line in the log. The note names `step` if no submodule's forward was
-    running.
+    The dtypes that the error names decide, not the operation. There is no note if the operation wants booleans or
+    integers, which `.float()` does not give. On Python 3.10, which has no notes, it is a line in the log. The note
+    names `step` if no submodule's forward was running.
     """
     message = str(error)
     noted = any(_MARK in text for text in getattr(error, "__notes__", ()))
-    if noted or not isinstance(error, (RuntimeError, TypeError)) or not _ABOUT_DTYPES.search(message):
+    if noted or not isinstance(error, (RuntimeError, TypeError, ValueError)):
+        return
+    received = _SUPPORTED.sub("", message)
+    is_double = "double" in received.lower()
+    is_half = choice.mixed and bool(_HALF[choice.dtype].search(received) or _UNNAMED.search(message))
+    if not is_double and (not is_half or (_NO_FLOATS.search(message) and not _FLOATS.search(message))):
         return
     where, function, doubles = _look(error, modules, step)
     half = str(choice.dtype).removeprefix("torch.")
-    if "double" in message.lower():
+    if is_double:
         if not doubles:
             return
         text = (
             f"{named(doubles)} {'is' if len(doubles) == 1 else 'are'} float64, and the module is float32: have the"
             " dataset return float32 (NumPy's default is float64), or call `.float()`"
         )
-    elif not choice.mixed or not re.search(rf"\b{_SCALAR_TYPES[choice.dtype]}\b|src\.dtype", message):
-        return
     elif "without overflow" in message:
         text = f"{half} does not hold that number: write `torch.finfo(x.dtype).min` (or `.max`) for a tensor `x`"
     elif function:
@@ -52,7 +65,15 @@ def note(error: BaseException, choice: Choice, modules: Sequence[nn.Module], ste
             f"run this `torch.autograd.Function` in fp32: `lightning_amp.precision.fp32_region({function}.apply)(...)`"
         )
     else:
-        text = f"outputs of layers are {half} under autocast: call `.float()` on each {half} tensor of that operation"
+        why = f"outputs of layers are {half} under autocast"
+        if _UNSUPPORTED.search(message):
+            why += ", which that operation does not support"
+        is_complex = _COMPLEX_HALF.search(message) is not None
+        kind, cast = ("complex32", ".to(torch.complex64)") if is_complex else (half, ".float()")
+        text = (
+            f"{why}: call `{cast}` on each {kind} tensor of that operation. If it still fails, do so inside"
+            " `with lightning_amp.precision.fp32_region():`"
+        )
     text = f"{_MARK} {where}. {text}."
     if hasattr(error, "add_note"):
         error.add_note(text)  # pyright: ignore[reportAttributeAccessIssue]
@@ -61,9 +82,10 @@ def note(error: BaseException, choice: Choice, modules: Sequence[nn.Module], ste
 
 
 def _look(error: BaseException, roots: Sequence[nn.Module], step: str) -> tuple[str, str, list[str]]:
-    """Return where an error was raised, the `torch.autograd.Function` in whose backward, and what was float64.
+    """Return where an error was raised, the `torch.autograd.Function` that was running, and what was float64.
 
     These are the arguments of the root's own method, such as `training_step`, unless the module is float64 itself.
+    A function of torch, such as that of activation checkpointing, does not count.
     """
     names = {id(module): name for root in roots for name, module in root.named_modules() if name}
     is_double = any(p.dtype == torch.float64 for root in roots for p in root.parameters())
@@ -85,8 +107,14 @@ def _look(error: BaseException, roots: Sequence[nn.Module], step: str) -> tuple[
                 doubles = doubles or [*found]
         elif method == "forward" and id(owner) in names:
             where, function = f"`{_modules.plain_name(names[id(owner)])}` ({type(owner).__name__})", ""
-        elif method == "backward" and isinstance(owner, FunctionCtx):
+        elif method == "apply" and isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+            function = "" if _of_torch(owner.__module__) else owner.__name__
+        elif method == "backward" and isinstance(owner, FunctionCtx) and not _of_torch(frame.f_globals["__name__"]):
             function = type(owner).__name__.removesuffix("Backward")
             where = f"the backward of `{function}`"
     place = innermost(lines)
     return where if place is None else f"{where}, {place}", function, doubles
+
+
+def _of_torch(module: str) -> bool:
+    return module.startswith("torch.")

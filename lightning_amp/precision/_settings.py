@@ -9,6 +9,7 @@ from typing_extensions import final
 
 from lightning_amp._arguments import checked_rules, require_bool
 from lightning_amp._compat import _torch
+from lightning_amp._instances import NamesItsClass
 from lightning_amp.casting import (
     Canonical,
     Choice,
@@ -103,7 +104,7 @@ class Settings:
         return scaler
 
 
-class PluginArguments:
+class PluginArguments(metaclass=NamesItsClass):
     """The arguments that the plugins for the Trainer and for Fabric have in common, and the precision in use."""
 
     scaler: DynamicLossScaler | None
@@ -122,6 +123,11 @@ class PluginArguments:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.requested!r})"
+
+    @property
+    def state_key(self) -> str:
+        """Say where a plugin belongs: the Trainer reads this attribute of its `callbacks` only."""
+        raise AttributeError(f"`{self!r}` is a plugin, not a callback: write `plugins=[{self!r}]`.")
 
     @property
     def precision(self) -> Canonical:

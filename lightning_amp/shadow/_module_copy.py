@@ -214,7 +214,7 @@ class _Copier:
         for module, own in copies.items():
             own.__setstate__(self.attributes(module, _uncompiled_state(_state_of(module))))
             if isinstance(own, LightningModule):
-                _forget_metric_names(own)
+                own._metric_attributes = None  # a cache by ids of the original's metrics; remove when copies lack it
         for own in copies.values():
             rebind_functions(vars(own), memo)
 
@@ -303,12 +303,6 @@ def _contents(cell: types.CellType) -> object:
         return cell.cell_contents
     except ValueError:  # the variable is assigned later, or never
         return _EMPTY
-
-
-# Remove when Lightning drops the cache in copies.
-def _forget_metric_names(module: Any) -> None:
-    """Drop a copied module's cache of metric names, whose keys are the ids of the original's metrics."""
-    module._metric_attributes = None
 
 
 def _uncompiled_state(state: dict[str, Any]) -> dict[str, Any]:

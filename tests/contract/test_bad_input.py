@@ -15,11 +15,6 @@ from lightning_amp import AmpPrecision, OverflowLocator, ScaleMonitor
 from lightning_amp.casting import _precision_choice
 
 
-def test_an_unknown_precision() -> None:
-    with pytest.raises(ValueError, match=r"`precision` must be one of .*got 'fp17'"):
-        AmpPrecision("fp17")
-
-
 def test_a_precision_the_device_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_precision_choice, "_autocast_runs", lambda device, dtype: False)
     module = Toy()
@@ -31,6 +26,24 @@ def test_a_precision_the_device_cannot_run(monkeypatch: pytest.MonkeyPatch) -> N
 def test_plugin_and_precision() -> None:
     with pytest.raises(ValueError, match="Received both"):
         quiet_trainer(plugins=[AmpPrecision("bf16")], precision="bf16-mixed")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"plugins": [AmpPrecision]}, r"`AmpPrecision`, which is a class \(write `AmpPrecision\(...\)`\)"),
+        ({"callbacks": [ScaleMonitor]}, "`callbacks` has `ScaleMonitor`, which is a class"),
+        ({"callbacks": [AmpPrecision("bf16")]}, r"is a plugin, not a callback: write `plugins=\[AmpPrecision"),
+        ({"plugins": [ScaleMonitor()]}, r"it is a callback: write `callbacks=\[ScaleMonitor\(\)\]`"),
+    ],
+)
+def test_a_class_or_the_wrong_list(kwargs: Any, says: str) -> None:
+    with pytest.raises(Exception, match=says):
+        L.Trainer(**QUIET | kwargs)
+
+
+def test_callbacks_are_shown_with_their_arguments() -> None:
+    assert str(ScaleMonitor(5, warn_below=None)) == "ScaleMonitor(log_every_n_steps=5, warn_below=None)"
 
 
 def test_the_other_package() -> None:

@@ -34,6 +34,9 @@ def test_every_public_name_works_and_nothing_else_is_public() -> None:
         assert {n for n in names if not n.startswith("_")} - folders == public - {"__version__"}
     assert all(getattr(lightning_amp, folder).__doc__ for folder in folders)
     assert not hasattr(lightning_amp, "Trainer")
+    for name, folder in (("ScaledSteps", "scaling"), ("fp32_region", "precision"), ("ScaleHistory", "reports")):
+        with pytest.raises(ImportError, match=f"write `from lightning_amp.{folder} import {name}`"):
+            exec(f"from lightning_amp import {name}")
 
 
 def test_the_citation_has_this_version() -> None:

@@ -25,10 +25,18 @@ def test_spellings(choice: tuple[str, str, torch.dtype], spellings: list[Any]) -
         assert Choice.of(_precision_choice.parse_precision(spelling)) == choice
 
 
-@pytest.mark.parametrize("bad", ["16-true", "half", 64, True, None, [], torch.float64, 16.5])
-def test_anything_else_lists_the_legal_values(bad: Any) -> None:
+@pytest.mark.parametrize(
+    ("bad", "meant"),
+    [
+        *{"half": "fp16", "fp17": "fp16", "BF-16": "bf16", torch.float64: "fp32", torch.float8_e5m2: "fp8"}.items(),
+        *(("16-true", r"`Trainer\(precision='16-true'\)`.* 'fp16' keeps"), ("bf16-true", "'bf16' keeps"), (64, "fp32")),
+        *((bad, "") for bad in (48, True, None, [], 16.5, "nonsense")),
+    ],
+)
+def test_anything_else_lists_the_legal_values_and_the_closest(bad: Any, meant: str) -> None:
+    end = meant if "keeps" in meant else rf" Did you mean '{meant}'\?$" if meant else "$"
     names = "'auto', 'bf16', 'fp16', 'fp8', 'fp32', 'bf16-mixed', .*'16', 16, .*torch.float32"
-    with pytest.raises(ValueError, match=f"`precision` must be one of {names}; got"):
+    with pytest.raises(ValueError, match=f"`precision` must be one of {names}; got .*{end}"):
         _precision_choice.parse_precision(bad)
 
 
@@ -53,6 +61,9 @@ def test_fp8_needs_hardware_or_emulation(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         fp8.require(device)
     fp8.require(device, emulated=True)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="install torchao, which is missing, and pass"):
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        fp8.require(device)
     monkeypatch.setattr(_precision_choice, "has_fp8", lambda device: True)
     fp8.require(device)
     assert _precision_choice.runnable(device) == ["bf16", "fp16", "fp8", "fp32"]

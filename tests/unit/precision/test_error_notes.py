@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import traceback
@@ -18,7 +19,10 @@ from torch.utils.data import DataLoader
 from lightning_amp import AmpPrecision, FabricAmpPrecision
 from lightning_amp.precision import fp32_region
 
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
+pytestmark = [
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support"),
+]
 
 OFF = torch.autocast(DEVICE, enabled=False)
 
@@ -52,12 +56,6 @@ class Constant(Layer):
         return x.masked_fill(x > 0, torch.finfo(x.dtype).min if self.cured else -1e9).clamp(-1, 1)
 
 
-class Products(Layer):
-    def faulty(self, x: Tensor) -> Tensor:
-        with OFF:
-            return self.fixed(x) @ self.weight
-
-
 class Convolution(Layer):
     where = "`net.1.conv` (Conv1d)"
 
@@ -66,39 +64,54 @@ class Convolution(Layer):
             return self.conv(self.fixed(x)[:, None])[:, 0]
 
 
-class CrossProduct(Layer):
-    """Autocast is on, and leaves this operation alone."""
+def operation(name: str, faulty: Any, remedy: str = Layer.remedy, *precisions: str) -> type[Layer]:
+    """Return a layer with an operation that autocast leaves alone; `faulty(x, other)` has the inputs."""
+
+    def run(self: Layer, x: Tensor) -> Tensor:
+        y = faulty(self.fixed(x[:, :8]), self.weight[: len(x)])
+        return (y.abs() if y.is_complex() else y).float().sum() + x
+
+    return type(name, (Layer,), {"faulty": run, "remedy": remedy, **({"precisions": precisions} if precisions else {})})
+
+
+def zeros(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, dtype=torch.float32)
+
+
+def product(x: Tensor, _: Tensor) -> Tensor:
+    """Multiply a complex32 matrix in fp16, or with the remedy a complex64 one."""
+    z = torch.complex(x.half(), x.half()).to(torch.complex64 if x.dtype == torch.float32 else torch.complex32)
+    return z @ z.T
+
+
+OPERATIONS = [
+    # two dtypes that the error names, each in another way
+    operation("Cross", lambda x, w: torch.linalg.cross(x[:, :3], w[:, :3])),
+    operation("InPlace", lambda x, w: zeros(x)[:, :8].addmm_(x, torch.ones(8, 8, device=x.device))),
+    operation("Put", lambda x, _: zeros(x).index_put_((torch.ones(len(x), dtype=torch.long, device=x.device),), x)),
+    operation("Bilinear", lambda x, _: nn.functional.bilinear(x, x, torch.ones(2, 8, 8, device=x.device))),
+    operation("Lerp", lambda x, w: torch.lerp(x, w, 0.5)),
+    operation("Dot", lambda x, w: torch.dot(x[0], w[0])),
+    operation("Bag", lambda x, w: nn.functional.embedding_bag((x > 9).long(), w, per_sample_weights=x, mode="sum")),
+    operation("Products", OFF(torch.inner)),
+    operation("Recurrent", lambda x, _: OFF(nn.GRU(8, 8, device=x.device))(x)[0]),  # torch raises a `ValueError`
+    # two dtypes, of which the error names none
+    operation("Scatter", lambda x, _: zeros(x).scatter_add_(0, torch.zeros_like(x, dtype=torch.long), x)),
+    operation("Inner", torch.inner),
+    # an operation without such a kernel
+    operation("Determinant", lambda x, _: torch.linalg.det(x[:, : len(x)]), "does not support: call"),
+    operation("Complex", lambda x, _: torch.complex(x, x), Layer.remedy, "bf16"),
+    operation("ToNumpy", lambda x, _: torch.from_numpy(x.detach().cpu().numpy()), Layer.remedy, "bf16"),
+    operation("ComplexProduct", product, r"call `\.to\(torch\.complex64\)` on each complex32", "fp16"),
+]
+
+
+class PseudoInverse(Layer):
+    remedy = r"still fails, do so inside `with lightning_amp\.precision\.fp32_region\(\):`"
 
     def faulty(self, x: Tensor) -> Tensor:
-        return torch.linalg.cross(self.fixed(x)[:, :3], self.weight[0, :3].expand(len(x), 3)).repeat(1, 3)[:, :8]
-
-
-class InPlace(Layer):
-    """Autocast is on, and casts only operations that are not in place."""
-
-    def faulty(self, x: Tensor) -> Tensor:
-        return torch.zeros(len(x), 8, device=x.device).addmm_(self.fixed(x), self.weight)
-
-
-class Put(Layer):
-    def faulty(self, x: Tensor) -> Tensor:
-        target = torch.zeros_like(x, dtype=torch.float32)
-        target[torch.arange(len(x), device=x.device)] = self.fixed(x)
-        return target
-
-
-class Scatter(Layer):
-    def faulty(self, x: Tensor) -> Tensor:
-        target = torch.zeros_like(x, dtype=torch.float32)
-        return target.scatter_add_(0, torch.zeros_like(x, dtype=torch.long), self.fixed(x))
-
-
-class ToNumpy(Layer):
-    precisions = ("bf16",)
-
-    def faulty(self, x: Tensor) -> Tensor:
-        self.fixed(x.detach()).cpu().numpy()
-        return x
+        with fp32_region() if self.cured else contextlib.nullcontext():
+            return x + torch.linalg.pinv(self.fixed(x)).sum()
 
 
 class Product(torch.autograd.Function):
@@ -127,6 +140,12 @@ class WithSetup(Product):
         ctx.save_for_backward(*inputs)
 
 
+class InItsForward(WithSetup):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.new_zeros(len(x), 8).addmm_(x, weight)
+
+
 class OwnFunction(Layer):
     kind: Any = Product
 
@@ -146,8 +165,14 @@ class OwnFunctionWithSetup(OwnFunction):
     kind = WithSetup
 
 
+class OwnForward(OwnFunction):
+    kind = InItsForward
+    where = "`net.1` (OwnForward)"  # pyright: ignore[reportAssignmentType]
+
+
 FAULTS: list[type[Layer]] = [
-    *(Constant, Products, Convolution, CrossProduct, InPlace, Put, Scatter, ToNumpy, OwnFunction, OwnFunctionWithSetup)
+    *(Constant, Convolution, *OPERATIONS, PseudoInverse),
+    *(OwnFunction, OwnFunctionWithSetup, OwnForward),
 ]
 CASES = [(f, p) for f in FAULTS for p in getattr(f, "precisions", ("fp16", "bf16"))]
 
@@ -157,7 +182,7 @@ def module(layer: nn.Module) -> Toy:
 
 
 def failed(layer: nn.Module, precision: str, **kwargs: Any) -> BaseException:
-    with pytest.raises((RuntimeError, TypeError)) as caught:
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
         fit(lambda: module(layer), AmpPrecision(precision), batches(2), **kwargs)
     return caught.value
 
@@ -256,9 +281,17 @@ def test_float64_entries_stay_as_they_are(precision: str) -> None:
     assert torch.equal(torch.cat(times).diff(), torch.ones(3, dtype=torch.float64))
 
 
-def test_in_fp32_there_is_no_note() -> None:
-    class Own(Layer):
-        def faulty(self, x: Tensor) -> Tensor:
-            return x.half().masked_fill(x > -9, -1e9)
-
-    assert not hasattr(failed(Own(False), "fp32"), "__notes__")
+@pytest.mark.parametrize(
+    ("precision", "faulty"),
+    [
+        ("fp32", lambda x: x.half().masked_fill(x > -9, -1e9)),
+        ("bf16", lambda x: torch.zeros_like(x).masked_fill(x, 1.0)),  # it wants booleans
+        ("fp16", lambda x: nn.functional.embedding(x, torch.ones(8, 8, device=x.device))),  # it wants integers
+        ("fp16", lambda x: torch.complex(x.long(), x.long())),  # float16, which it supports, is not what it got
+        ("fp16", lambda x: x @ torch.ones(3, 3, device=x.device)),
+    ],
+)
+def test_other_errors_have_no_note(precision: str, faulty: Any) -> None:
+    layer = Layer(False)
+    layer.faulty = faulty
+    assert not hasattr(failed(layer, precision), "__notes__")
