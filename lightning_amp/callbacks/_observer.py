@@ -23,15 +23,24 @@ from typing_extensions import override
 
 from lightning_amp import _messages
 from lightning_amp._files import child
-from lightning_amp._instances import NamesItsClass
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.precision import AmpPrecision
 
 
-class Observer(Callback, metaclass=NamesItsClass):
+class _Key:
+    """The `state_key` of a callback. Lightning reads it of all `callbacks` of a Trainer, so a class is noticed here."""
+
+    def __get__(self, callback: Any, owner: type) -> str:
+        if callback is None:
+            raise AttributeError(f"`callbacks` has the class `{owner.__name__}`: write `{owner.__name__}()`.")
+        return super(Observer, callback).state_key
+
+
+class Observer(Callback):
     """A callback whose results belong to one Trainer: another one begins anew, as for k folds."""
 
     dirpath: Path | str | None = None
+    state_key = _Key()  # pyright: ignore[reportAssignmentType]
 
     def __init__(self) -> None:
         self._last_trainer = LastTrainer()
@@ -47,10 +56,6 @@ class Observer(Callback, metaclass=NamesItsClass):
         arguments = inspect.signature(type(self)).parameters.values()
         given = [f"{a.name}={v!r}" for a in arguments if (v := getattr(self, a.name, a.default)) != a.default]
         return f"{type(self).__name__}({', '.join(given)})"
-
-    def __format__(self, spec: str) -> str:
-        """Return the callback as Lightning writes it into its error about a plugin of an invalid type."""
-        return f"{self!r} (it is a callback: write `callbacks=[{self!r}]`)"
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -9,7 +9,6 @@ from typing_extensions import final
 
 from lightning_amp._arguments import checked_rules, require_bool
 from lightning_amp._compat import _torch
-from lightning_amp._instances import NamesItsClass
 from lightning_amp.casting import (
     Canonical,
     Choice,
@@ -104,7 +103,7 @@ class Settings:
         return scaler
 
 
-class PluginArguments(metaclass=NamesItsClass):
+class PluginArguments:
     """The arguments that the plugins for the Trainer and for Fabric have in common, and the precision in use."""
 
     scaler: DynamicLossScaler | None
