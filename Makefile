@@ -43,7 +43,7 @@ test-all: $(VENV)/.test
 
 # What a Trainer runs, and an example, with the classes of `pytorch_lightning` in place of `lightning`.
 test-names: $(VENV)/.test
-	@$(BIN)/python tests/run_names.py -n $(WORKERS) -m "not slow" $(TEST_ARGS) tests/promises tests/unit/callbacks
+	@$(BIN)/python tests/run_names.py -n $(WORKERS) $(TEST_ARGS) tests/promises tests/unit/callbacks
 
 # What runs on a GPU or on any other accelerator, on devices that are only pretended; a C++ compiler builds them once.
 DEVICE_TESTS := tests/gpu tests/unit tests/promises

@@ -28,6 +28,14 @@ NAMES = {
 CHECK = """
 import lightning_amp.pytorch_lightning
 
+_collect = pytest_collection_modifyitems
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    _collect(config, items)
+    quick = [item for item in items if item.get_closest_marker("slow") is None]
+    items[:] = [item for every in _cases_of_each(quick) for item in _spread(every, 2)]
+
 @pytest.fixture(scope="session", autouse=True)
 def really_pytorch_lightning():
     yield
@@ -35,7 +43,7 @@ def really_pytorch_lightning():
     assert issubclass(lightning_amp.pytorch_lightning.AmpPrecision, MixedPrecision)
     assert not [name for name in sys.modules if name.partition(".")[0] == "lightning"]
 """
-"""Stands at the end of `tests/conftest.py`."""
+"""Stands at the end of `tests/conftest.py`. Of a parametrized test two cases run, and nothing slow."""
 
 
 def copy(root: Path) -> None:
