@@ -1,4 +1,4 @@
-# make demo, make compare, make test, make test-all, make test-device, make test-versions, make test-mutations, make approve, make lint, make docs, make build, make bench, make gpu-evidence, make faults, make projects, make clean.
+# make demo, make compare, make test, make test-all, make test-names, make test-device, make test-versions, make test-mutations, make approve, make lint, make docs, make build, make bench, make gpu-evidence, make faults, make projects, make clean.
 # Everything lives in .venv; nothing is installed twice.
 
 PYTHON ?= python3
@@ -25,7 +25,7 @@ export OMP_WAIT_POLICY ?= passive
 # Who is told not to keep what is compiled compiles the tests anew in each worker, and the package in each process.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo compare test test-all test-device test-versions test-mutations approve lint docs linkcheck build bench gpu-evidence faults projects clean
+.PHONY: demo compare test test-all test-names test-device test-versions test-mutations approve lint docs linkcheck build bench gpu-evidence faults projects clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -40,6 +40,10 @@ test: $(VENV)/.test
 # With the tests that take long and rarely fail: the examples, pages that measure, other people's projects.
 test-all: $(VENV)/.test
 	@$(BIN)/python -m pytest -n $(WORKERS) $(TEST_ARGS)
+
+# What a Trainer runs, and an example, with the classes of `pytorch_lightning` in place of `lightning`.
+test-names: $(VENV)/.test
+	@$(BIN)/python tests/run_names.py -n $(WORKERS) $(TEST_ARGS) tests/promises tests/unit/callbacks
 
 # What runs on a GPU or on any other accelerator, on devices that are only pretended; a C++ compiler builds them once.
 DEVICE_TESTS := tests/gpu tests/unit tests/promises

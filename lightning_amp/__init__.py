@@ -40,11 +40,22 @@ _FOLDER_OF = {
     "find_batch_size": "tune",
     "find_fp32_modules": "tune",
 }
+_PLAIN = ("scaling", "findings")  # they know nothing of Lightning
 __all__ = ["__version__", *_FOLDER_OF]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Import a public name or a folder on first use, because importing Lightning takes seconds.
+    """Import a public name or a folder on first use, because importing Lightning takes seconds."""
+    if _FOLDER_OF.get(name, "scaling") not in _PLAIN:
+        from lightning_amp._compat._names import use
+
+        use("lightning")
+    value = globals()[name] = _load(name)
+    return value
+
+
+def _load(name: str) -> _typing.Any:
+    """Import a public name or a folder over either of the two kinds of Lightning.
 
     A public name of a folder is an `ImportError` that says where it is: Python's `from lightning_amp import name`
     drops the text of an `AttributeError`.
@@ -56,8 +67,7 @@ def __getattr__(name: str) -> _typing.Any:
                 raise ImportError(f"`{name}` is in a folder: write `from {__name__}.{folder} import {name}`.")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _importlib.import_module(path)
-    value = globals()[name] = getattr(module, name) if name in _FOLDER_OF else module
-    return value
+    return getattr(module, name) if name in _FOLDER_OF else module
 
 
 def __dir__() -> list[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-
+from lightning_amp._compat._names import rank_zero_info, rank_zero_warn
 from lightning_amp._terminal import own_lines
 
 

@@ -20,7 +20,7 @@ def run_clipping(plugin: Any, module: Any, optimizer: torch.optim.Optimizer) -> 
 # Remove when the Trainer has a public way to call a hook.
 def run_hook(module: Any, name: str, *args: Any) -> None:
     """Call a hook of all callbacks, then of the module, under the profiler, as Lightning's `Precision` does."""
-    from lightning.pytorch.trainer import call
+    from lightning_amp._compat._names import call
 
     call._call_callback_hooks(module.trainer, name, *args)
     call._call_lightning_module_hook(module.trainer, name, *args)
@@ -59,7 +59,7 @@ def is_weight_averaging(callback: Any) -> bool:
 
     Remove when 2.6 is the oldest supported.
     """
-    from lightning.pytorch import callbacks
+    from lightning_amp._compat._names import callbacks
 
     base: type | None = getattr(callbacks, "WeightAveraging", None)
     return base is not None and isinstance(callback, base)
@@ -67,7 +67,7 @@ def is_weight_averaging(callback: Any) -> bool:
 
 def is_lr_finder(callback: Any) -> bool:
     """Return whether a callback records rates and losses for `Tuner.lr_find`. Remove when its class is public."""
-    from lightning.pytorch.tuner.lr_finder import _LRCallback
+    from lightning_amp._compat._names import _LRCallback
 
     return isinstance(callback, _LRCallback)
 
@@ -87,7 +87,7 @@ def without_lr_finder_result(end: Any, trainer: Any, module: Any, outputs: Any, 
 
 def is_rank_zero() -> bool:
     """Return whether this process writes files. Remove when type checkers accept `rank_zero_only.rank`."""
-    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+    from lightning_amp._compat._names import rank_zero_only
 
     return rank_zero_only.rank == 0  # pyright: ignore[reportFunctionMemberAccess]
 
@@ -124,7 +124,7 @@ def set_half_modules_float(module: Any, parameters: Any) -> None:
 
     The public `module.to(dtype)` would convert frozen parameters too. Remove when `dtype` is read from parameters.
     """
-    from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+    from lightning_amp._compat._names import _DeviceDtypeModuleMixin
 
     for part in module.modules():
         says_half = isinstance(part, _DeviceDtypeModuleMixin) and part.dtype in (torch.float16, torch.bfloat16)
@@ -137,7 +137,7 @@ def averages(trainer: Any) -> list[tuple[Any, Any]]:
 
     Remove when the copies are public, or are made after the strategy has set up the module.
     """
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning_amp._compat._names import StochasticWeightAveraging
 
     found: list[tuple[Any, Any]] = []
     for callback in trainer.callbacks:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_amp._arguments import require
+from lightning_amp._compat._names import LightningDataModule, LightningModule
 from lightning_amp.advice._machine import compare, examine, product_of, timed
 from lightning_amp.advice._race import Contestant, Track, race
 from lightning_amp.advice._report import DoctorReport

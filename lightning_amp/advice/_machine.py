@@ -15,6 +15,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from typing_extensions import final
 
+from lightning_amp._compat import _names
 from lightning_amp._cpu_name import cpu_name
 from lightning_amp.casting import Choice, cpu_has, has_bf16_units, runnable
 from lightning_amp.measure import DeviceClock, SpeedComparison, in_rounds
@@ -267,7 +268,7 @@ def _memory_bytes(device: torch.device) -> int:
 def installed() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect speed."""
     found = {"Python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ("lightning", "torchmetrics", "lightning_amp", "torchao", "triton"):
+    for name in (_names.kind(), "torchmetrics", "lightning_amp", "torchao", "triton"):
         try:
             found[name] = importlib.metadata.version(name.replace("_", "-"))
         except importlib.metadata.PackageNotFoundError:

@@ -9,9 +9,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from typing_extensions import final, override
 
+from lightning_amp._compat._names import Callback, LightningDataModule, LightningModule, Trainer
 from lightning_amp._text import counted
 from lightning_amp.advice._machine import compare
 from lightning_amp.advice._step import FUSED, Label, Step, Variant

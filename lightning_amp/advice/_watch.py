@@ -12,12 +12,12 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import final, override
 
 from lightning_amp._compat import _torch
+from lightning_amp._compat._names import Callback, LightningModule, Trainer
 from lightning_amp._containers import tensors_in
 from lightning_amp.advice._recorder import Recorder
 from lightning_amp.advice._step import (

@@ -8,11 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require_choice, require_count
+from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp.callbacks._observer import Observer, log_metrics, no_mixed_precision, why_not_twice
 from lightning_amp.causes import lost_in_training
 from lightning_amp.findings import GradientRow, GradientSample

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import is_count, is_number, require, require_bool, require_choice, require_count
+from lightning_amp._compat._names import LightningModule, Trainer, is_overridden
 from lightning_amp.callbacks._observer import (
     Observer,
     add_callback_metrics,

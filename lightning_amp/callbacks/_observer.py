@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_amp import _messages
+from lightning_amp._compat._names import (
+    Callback,
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    LightningModule,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Trainer,
+    is_param_in_hook_signature,
+    require_kind,
+)
 from lightning_amp._files import child
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.precision import AmpPrecision
@@ -59,11 +62,7 @@ class Observer(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not isinstance(trainer, Trainer) and type(trainer).__module__.startswith("pytorch_lightning"):
-            raise TypeError(
-                f"`{type(self).__name__}` works with `lightning.pytorch`, not with the Trainer of `pytorch_lightning`."
-                " Use `import lightning as L`, `L.Trainer(...)` and `L.LightningModule`."
-            )
+        require_kind(trainer, type(self).__name__)
         if stage == "fit" and not self._last_trainer.goes_on(trainer):  # before a checkpoint is restored
             self._forget()
 

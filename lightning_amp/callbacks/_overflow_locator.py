@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import final, override
@@ -18,6 +17,7 @@ from typing_extensions import final, override
 from lightning_amp import _messages
 from lightning_amp._arguments import is_number, require_count
 from lightning_amp._compat import _lightning, _modules
+from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp._files import location, write_atomically
 from lightning_amp._terminal import own_lines
 from lightning_amp._text import counted, named

@@ -7,13 +7,13 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import is_number, require, require_count
 from lightning_amp._compat import _lightning, _torch
+from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp._files import location
 from lightning_amp._text import exact
 from lightning_amp.callbacks._observer import Observer, is_log_point, log_metrics

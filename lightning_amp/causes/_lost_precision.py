@@ -12,8 +12,8 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 
+from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp._text import exact, literal
 from lightning_amp.casting import Fp32Modules
 from lightning_amp.findings import (

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_amp._compat import _modules
+from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp._containers import tensors_in
 from lightning_amp.numerics import count_nonfinite, stack_scalars
 from lightning_amp.shadow import gather, is_sharded, shard_of, shards_of_gathered

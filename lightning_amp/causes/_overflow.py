@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
+from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp._text import exact, literal
 from lightning_amp.casting import Fp32Modules, runnable
 from lightning_amp.causes._nonfinite import bad_shards, nonfinite

@@ -16,7 +16,7 @@ from lightning_amp._text import counted, exact
 from lightning_amp.cli._output import Outcome, UsageError, json_writer
 
 if TYPE_CHECKING:
-    from lightning_amp import LocalDevices
+    from lightning_amp.compare import LocalDevices
     from lightning_amp.reports import ScaleHistory
 
 Options = Mapping[str, Mapping[str, Any]]
@@ -79,11 +79,11 @@ DOCTOR_OPTIONS: Options = {
 
 def run_doctor(options: Any) -> Outcome:
     """Examine this machine, and a module if there is one."""
-    from lightning_amp import doctor
+    from lightning_amp.advice import doctor
 
     where = {"precision": options.precision, "device": options.device}
     if "model" in options:
-        from lightning.pytorch import seed_everything
+        from lightning_amp._compat._names import seed_everything
 
         user = _user(options)
         sys.stderr.write(f"lightning-amp doctor: training some steps of {user['make_module']!r}\n")
@@ -229,7 +229,7 @@ BATCH_SIZE_OPTIONS: Options = {
 
 def run_batch_size(options: Any) -> Outcome:
     """Search in each precision."""
-    from lightning_amp import find_batch_size
+    from lightning_amp.tune import find_batch_size
 
     limit = options.memory_limit_gib
     found = find_batch_size(**_user(options), precisions=tuple(options.precisions), memory_limit_gib=limit)
@@ -259,10 +259,8 @@ FP32_MODULES_OPTIONS: Options = {
 
 def run_fp32_modules(options: Any) -> Outcome:
     """Search for the rules."""
-    from lightning.pytorch import seed_everything
-
-    from lightning_amp import find_fp32_modules
-    from lightning_amp.tune import NothingHelps
+    from lightning_amp._compat._names import seed_everything
+    from lightning_amp.tune import NothingHelps, find_fp32_modules
 
     seed_everything(options.seed, verbose=False)
     data: dict[str, Any] = {"precision": options.precision, "tolerance": options.tolerance, "rules": None}

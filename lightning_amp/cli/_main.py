@@ -125,9 +125,13 @@ def _own_parser(name: str, arguments: list[str], settings: dict[str, Any]) -> tu
     # without a module, `doctor` looks at the machine
     has_classes = name != "doctor" or any(argument.partition("=")[0] in CLASS_OPTIONS for argument in arguments)
     if has_classes and name != "scale" and not wants_help:
-        from lightning_amp.cli._classes import class_parser, with_configs
+        from lightning_amp.cli._configs import use_kind, with_configs
 
-        parser, arguments = class_parser(**settings), with_configs(arguments)
+        arguments = with_configs(arguments)
+        use_kind(arguments)
+        from lightning_amp.cli._classes import class_parser
+
+        parser = class_parser(**settings)
     else:
         parser = ArgumentParser(**settings)
         options = {**CLASS_OPTIONS, **options} if wants_help and name != "scale" else options

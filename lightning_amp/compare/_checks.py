@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
-from lightning.pytorch import Trainer
-
 from lightning_amp._arguments import is_number, require
+from lightning_amp._compat._names import Trainer
 from lightning_amp._text import named
 from lightning_amp.compare._process import IN_AN_ARM
 from lightning_amp.compare._run import Margin

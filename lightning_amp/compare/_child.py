@@ -1,7 +1,8 @@
 """The script of a run's process: `python _child.py FOLDER`; the folder holds the run in `spec.pickle`.
 
 It is run by its path, and imports only the standard library until `sys.path` is set. So this package need not be
-installed. `python _child.py --serve PATH` imports what all runs need, and forks a process for each folder it reads.
+installed. `python _child.py --serve PATH KIND` imports what all runs need, and forks a process for each folder
+it reads.
 """
 
 import gc
@@ -29,6 +30,9 @@ def serve() -> str:
 
     """
     sys.path[:] = json.loads(sys.argv[2])
+    from lightning_amp._compat._names import use
+
+    use(sys.argv[3])  # pyright: ignore[reportArgumentType] # the parent's kind of Lightning
     # an optimizer imports `torch._dynamo` in its first step
     for name in ("lightning_amp.compare._train", "torch._dynamo", "cloudpickle"):
         importlib.import_module(name)
@@ -56,6 +60,9 @@ if __name__ == "__main__":
     sys.path[:] = header["path"]
     if header["cores"]:
         os.sched_setaffinity(0, header["cores"])
+    from lightning_amp._compat._names import use
+
+    use(header["kind"])
     from lightning_amp.compare._train import main
 
     main(folder, header, started)

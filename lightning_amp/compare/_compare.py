@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
 from tqdm import tqdm
 from typing_extensions import final
 
 from lightning_amp._arguments import require, require_count
+from lightning_amp._compat._names import LightningDataModule, LightningModule
 from lightning_amp.compare._checks import (
     check_place,
     check_trainer_kwargs,

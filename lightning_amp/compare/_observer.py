@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.utilities.data import extract_batch_size
 from typing_extensions import final, override
 
 from lightning_amp._compat import _lightning
+from lightning_amp._compat._names import Callback, LightningModule, PyTorchProfiler, Trainer, extract_batch_size
 from lightning_amp.compare._checks import wrong_margin
 from lightning_amp.compare._run import Margin
 from lightning_amp.compare._stats import Direction

@@ -25,6 +25,7 @@ from typing import Any
 
 from typing_extensions import final
 
+from lightning_amp._compat import _names
 from lightning_amp.compare._run import Run, from_data, to_data
 from lightning_amp.compare._spec import Spec, pack, versions
 
@@ -167,7 +168,7 @@ class Server:
         self.key, self.pid = key, 0
         self._code: int | None = None
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-        self._process = _new_process(["--serve", json.dumps(key[1])], key[0], **pipes)
+        self._process = _new_process(["--serve", json.dumps(key[1]), _names.kind()], key[0], **pipes)
 
     def fork(self, folder: str) -> bool:
         """Start the run in `folder`; return whether the server lives."""

@@ -17,12 +17,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import FSDPStrategy
 from typing_extensions import final
 
 from lightning_amp._arguments import require
+from lightning_amp._compat import _names
+from lightning_amp._compat._names import FSDPStrategy, LightningDataModule, LightningModule, Precision
 from lightning_amp.casting import parse_precision
 from lightning_amp.compare._describe import shown
 from lightning_amp.compare._run import CONTROL, Margin
@@ -208,12 +207,13 @@ def pack(spec: Spec) -> dict[str, Any]:
         "settings": process_settings(),
         "versions": versions(),
         "host": platform.node(),
+        "kind": _names.kind(),
     }
 
 
 def versions() -> dict[str, str]:
     """Return the versions on which values and speeds depend."""
-    packages = {name: metadata.version(name).partition("+")[0] for name in ("torch", "lightning")}
+    packages = {name: metadata.version(name).partition("+")[0] for name in ("torch", _names.kind())}
     return {**packages, "lightning_amp": sys.modules["lightning_amp"].__version__}
 
 

@@ -16,12 +16,18 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from lightning import LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch import Callback
 from torch import nn
 from typing_extensions import final, override
 
 from lightning_amp._compat import _lightning
+from lightning_amp._compat._names import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    require_kind,
+    seed_everything,
+)
 from lightning_amp._cpu_name import cpu_name
 from lightning_amp._files import write_atomically
 from lightning_amp.callbacks import MetricComparison, ScaleMonitor
@@ -87,6 +93,7 @@ def train(spec: Spec, started: float, work_folder: str = "") -> Run:
 
 def _made(factory: Any, argument: str, kind: type) -> Any:
     made = factory()
+    require_kind(made)
     if not isinstance(made, kind):
         raise TypeError(f"`{argument}` must return a {kind.__name__}; it returned {type(made).__name__}.")
     return made

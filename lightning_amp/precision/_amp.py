@@ -13,22 +13,19 @@ backwards and steps, and the undos at its end. `_forward.py` makes the contexts 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, partialmethod
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import MixedPrecision, Precision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp._arguments import require_bool
+from lightning_amp._compat import _names
+from lightning_amp._compat._names import GradClipAlgorithmType, LightningModule, MixedPrecision, Precision, TrainerFn
 from lightning_amp._compat._torch import unwrap_optimizer
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.casting import Choice, autocast_off
@@ -134,9 +131,9 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
         return "" if self._run is None else _refusals.describe_nonfinite_gradients(self._run.module)
 
     def __str__(self) -> str:
-        """Return the plugin as text, with a hint for `pytorch_lightning`, whose Trainer says it has an invalid type."""
-        other = "pytorch_lightning" in sys.modules
-        return f"{self!r} (for `lightning.pytorch`: `import lightning as L; L.Trainer(...)`)" if other else repr(self)
+        """Return the plugin as text. For a Trainer of the other kind of Lightning, which refuses it, raise an error."""
+        _names.require_kind_of_caller(self)
+        return repr(self)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from typing_extensions import final
+
+from lightning_amp._compat._names import Callback, GradClipAlgorithmType, LightningModule
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> None:

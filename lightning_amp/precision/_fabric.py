@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import final, override
 
-from lightning_amp._compat import _modules
+from lightning_amp._compat import _modules, _names
+from lightning_amp._compat._names import FabricPrecision as Precision
 from lightning_amp._containers import replace
 from lightning_amp.casting import modules_matching
 from lightning_amp.numerics import HALF_DTYPES
@@ -129,6 +129,7 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
 
     def __str__(self) -> str:
         """Return the plugin as the Trainer shows it, which says that it has an invalid type."""
+        _names.require_kind_of_caller(self)
         other = _refusals.as_written("AmpPrecision", self)
         return f"{self!r} (it is for `L.Fabric`; for a Trainer use `lightning_amp.{other}`)"
 

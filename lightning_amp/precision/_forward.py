@@ -8,12 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from typing_extensions import final
 
 from lightning_amp import _messages
+from lightning_amp._compat._names import LightningModule, is_overridden
 from lightning_amp._text import named
 from lightning_amp.casting import (
     Choice,

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins import FSDPPrecision, Precision
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
@@ -22,6 +21,7 @@ from typing_extensions import override
 from lightning_amp import _messages
 from lightning_amp._arguments import require
 from lightning_amp._compat import _modules
+from lightning_amp._compat._names import FSDPPrecision, Precision
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.precision import _refusals
 from lightning_amp.precision._amp import STOCK_FSDP_KEY, AmpPrecision

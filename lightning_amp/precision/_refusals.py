@@ -7,13 +7,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins import FSDPPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceXLAStrategy, XLAStrategy
 from torch import nn
 
 from lightning_amp import _messages
 from lightning_amp._compat import _modules
+from lightning_amp._compat._names import (
+    DeepSpeedStrategy,
+    FSDPPrecision,
+    FSDPStrategy,
+    LightningModule,
+    SingleDeviceXLAStrategy,
+    Trainer,
+    XLAStrategy,
+    require_kind,
+)
 from lightning_amp._text import named
 from lightning_amp.casting import Choice, has_bf16_units
 from lightning_amp.numerics import nonfinite_gradients
@@ -136,6 +143,7 @@ def require_trainer(plugin: Any, module: Any) -> None:
 
     Fabric accepts any precision plugin, but its loops do not let a plugin control the step.
     """
+    require_kind(module, type(plugin).__name__)
     if not isinstance(module, LightningModule) or module.fabric is not None or not _has_trainer(module):
         raise TypeError(
             f"`{plugin!r}` is a plugin for `L.Trainer`, which owns the optimizer step. In Fabric, where you write the"

@@ -8,16 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.core.optimizer import do_nothing_closure
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._compat import _lightning, _modules
+from lightning_amp._compat._names import BaseFinetuning, LightningModule, TrainerFn, do_nothing_closure
 from lightning_amp._text import counted
 from lightning_amp.casting import Choice
 from lightning_amp.numerics import all_finite

@@ -8,7 +8,7 @@ import torch
 from typing_extensions import final
 
 from lightning_amp._arguments import checked_rules, require_bool
-from lightning_amp._compat import _torch
+from lightning_amp._compat import _names, _torch
 from lightning_amp.casting import (
     Canonical,
     Choice,
@@ -122,6 +122,11 @@ class PluginArguments:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.requested!r})"
+
+    def __bool__(self) -> bool:
+        """Return `True`. To a Trainer of the other kind of Lightning, raise an error: it would train without us."""
+        _names.require_kind_of_caller(self)
+        return True
 
     @property
     def state_key(self) -> str:

@@ -11,13 +11,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_amp import _messages
 from lightning_amp._compat import _lightning, _modules, _sharding
+from lightning_amp._compat._names import FSDPStrategy, LightningModule
 from lightning_amp._text import counted, memory, named
 from lightning_amp.numerics import HALF_DTYPES
 

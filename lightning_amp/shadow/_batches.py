@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
+from lightning_amp._compat._names import LightningDataModule, LightningModule, Trainer, is_overridden
 from lightning_amp._containers import tensors_in
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.tracing import RandomState

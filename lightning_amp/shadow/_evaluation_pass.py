@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import final
 
 from lightning_amp._compat import _lightning
+from lightning_amp._compat._names import LightningModule, Trainer, is_overridden
 from lightning_amp.casting import is_metric
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._module_copy import copy_batch

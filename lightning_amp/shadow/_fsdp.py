@@ -7,12 +7,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _sharding
+from lightning_amp._compat._names import FSDPStrategy, ModelParallelStrategy, Trainer
 
 _ABSENT: Any = object()
 

@@ -8,11 +8,11 @@ from contextlib import ExitStack, closing
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
+from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp.casting import Fp32Modules, our_name
 from lightning_amp.findings import TOTAL, GradientRow, GradientSample
 from lightning_amp.numerics import (

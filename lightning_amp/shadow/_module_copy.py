@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import final
 
 from lightning_amp._compat import _modules, _sharding
+from lightning_amp._compat._names import Callback, LightningDataModule, LightningModule
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.shadow._failures import in_one_line, is_out_of_memory
 from lightning_amp.shadow._fsdp import shared_internals

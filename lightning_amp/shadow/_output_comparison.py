@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules, _sharding
+from lightning_amp._compat._names import Trainer
 from lightning_amp._containers import tensors_in
 from lightning_amp.casting import MethodOverride, Overrides, is_metric
 from lightning_amp.findings import ModuleSums

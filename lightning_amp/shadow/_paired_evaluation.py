@@ -7,11 +7,11 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import final
 
 from lightning_amp._compat import _lightning, _modules, _sharding
+from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp.findings import ModuleSums
 from lightning_amp.shadow._batches import KeptBatch
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage, follow_ddp_buffers

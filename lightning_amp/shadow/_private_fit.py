@@ -14,24 +14,28 @@ from typing import Any
 from unittest import mock
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    Checkpoint,
-    EarlyStopping,
-    LearningRateFinder,
-    ModelCheckpoint,
-    ModelSummary,
-    ProgressBar,
-    Timer,
-)
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules, _sharding
 from lightning_amp._compat._messages import SHARDING
+from lightning_amp._compat._names import (
+    BatchSizeFinder,
+    Callback,
+    Checkpoint,
+    DummyLogger,
+    EarlyStopping,
+    LearningRateFinder,
+    LightningDataModule,
+    LightningModule,
+    ModelCheckpoint,
+    ModelSummary,
+    ProgressBar,
+    SingleDeviceStrategy,
+    Timer,
+    Trainer,
+    is_overridden,
+    require_kind,
+)
 from lightning_amp.shadow._failures import in_one_line
 from lightning_amp.shadow._module_copy import copy_module
 from lightning_amp.shadow._surroundings import accelerator_for
@@ -119,6 +123,7 @@ def own_data(make_data: Callable[[], LightningDataModule]) -> Generator[Lightnin
 def _made(factory: Callable[[], Any], argument: str, kind: type) -> Any:
     made = factory()
     made = _modules.uncompiled_module(made) or made if kind is LightningModule else made
+    require_kind(made)
     if not isinstance(made, kind):
         raise TypeError(f"`{argument}` must return a {kind.__name__}; it returned {type(made).__name__}.")
     return made

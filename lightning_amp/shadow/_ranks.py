@@ -11,10 +11,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import Trainer
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
+from lightning_amp._compat._names import Trainer
 
 T = TypeVar("T")
 

@@ -17,12 +17,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from typing_extensions import final
 
 from lightning_amp._compat import _sharding
+from lightning_amp._compat._names import LightningModule, Trainer, is_param_in_hook_signature
 from lightning_amp.shadow._fsdp import is_sharded, replace, units_of
 from lightning_amp.shadow._module_copy import copy_attributes, copy_module
 from lightning_amp.shadow._ranks import together
@@ -219,8 +218,7 @@ def own_results(view: Any, trainer: Any, memo: dict[int, Any]) -> None:
         memo: The memo of the module's deep copy, so that the copied results refer to the copy's metric objects.
 
     """
-    from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+    from lightning_amp._compat._names import _LoggerConnector, _ResultCollection
 
     real = trainer._results
     results = _ResultCollection(training=real is not None and real.training)

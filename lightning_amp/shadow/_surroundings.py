@@ -11,12 +11,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 
+from lightning_amp._compat._names import Accelerator, AcceleratorRegistry, Trainer
 from lightning_amp.tracing import fp32_switches, paired_random
 
-_LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_amp")
+_LOGGERS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric", "lightning_amp")
 
 
 @contextmanager

@@ -9,13 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
+from lightning_amp._compat._names import LightningModule, LightningOptimizer, Trainer, is_overridden
 from lightning_amp.measure import MatmulFlops
 from lightning_amp.numerics import dense
 from lightning_amp.precision import AmpPrecision

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import final, override
 
 from lightning_amp._compat import _lightning
+from lightning_amp._compat._names import Callback, LearningRateMonitor, LightningModule, is_overridden
 from lightning_amp.casting import MethodOverride
 from lightning_amp.scaling import Hold, Skip, StepResult
 from lightning_amp.skipped_steps._kept_buffers import BufferPlace, KeptBuffers, norm_places
@@ -156,7 +154,7 @@ def _reads_rates(owner: Callback | LightningModule) -> bool:
     """Return whether Lightning's monitor or a user's hook in `owner` may read `param_groups` between two steps."""
     if isinstance(owner, LearningRateMonitor):
         return True
-    if type(owner).__module__.startswith(("lightning.", "lightning_amp.")):
+    if type(owner).__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_amp.")):
         return False
     base = Callback if isinstance(owner, Callback) else LightningModule
     return any(is_overridden(name, owner, base) for name in ("on_train_batch_start", "on_train_batch_end"))

@@ -14,14 +14,20 @@ from statistics import median
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 from typing_extensions import final, override
 
 from lightning_amp._compat._messages import FRAME, OUT_OF_MEMORY
+from lightning_amp._compat._names import (
+    Callback,
+    CombinedLoader,
+    DummyLogger,
+    LightningModule,
+    Trainer,
+    is_overridden,
+    lightning_getattr,
+    lightning_hasattr,
+    lightning_setattr,
+)
 from lightning_amp._user_line import is_own_project
 from lightning_amp.compare import Run, Spec, num_rows, run_in_process
 from lightning_amp.measure import is_settled

@@ -9,10 +9,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
 from typing_extensions import final
 
 from lightning_amp._arguments import is_number, require
+from lightning_amp._compat._names import LightningDataModule, LightningModule
 from lightning_amp._text import listed, rounded
 from lightning_amp.compare import (
     HERE,

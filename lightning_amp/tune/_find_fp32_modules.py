@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_amp._arguments import is_number, require
+from lightning_amp._compat._names import LightningDataModule, LightningModule
 from lightning_amp._text import counted, listed
 from lightning_amp.casting import Choice, parse_precision
 from lightning_amp.compare import check_trainer_names, make_arm

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from typing_extensions import final, override
 
 from lightning_amp._compat import _lightning, _modules
+from lightning_amp._compat._names import Callback, LightningDataModule, LightningModule, Trainer
 from lightning_amp._containers import tensors_in
 from lightning_amp.casting import is_metric, modules_matching
 from lightning_amp.measure import DeviceClock, SpeedComparison, in_rounds

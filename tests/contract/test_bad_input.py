@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from support import Toy, batches, fit, quiet_trainer
 from support.trainers import QUIET
 
-from lightning_amp import AmpPrecision, OverflowLocator, ScaleMonitor
+from lightning_amp import AmpPrecision, FabricAmpPrecision, OverflowLocator, ScaleMonitor, doctor
 from lightning_amp.casting import _precision_choice
 
 
@@ -46,16 +47,25 @@ def test_callbacks_are_shown_with_their_arguments() -> None:
 
 def test_the_other_package() -> None:
     other = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(Exception, match=r"`import lightning as L; L.Trainer\(...\)`"):
-        other.Trainer(plugins=[AmpPrecision("bf16")], accelerator="cpu", logger=False)
+    write = "write `from lightning_amp.pytorch_lightning import"
+    plugin = AmpPrecision("bf16")
+    for arguments in ({"plugins": [plugin]}, {"strategy": other.strategies.DDPStrategy(precision_plugin=plugin)}):
+        with pytest.raises(TypeError, match=f"{write} AmpPrecision"):
+            other.Trainer(accelerator="cpu", logger=False, **arguments)
+    with pytest.raises(TypeError, match=f"{write} FabricAmpPrecision"):
+        pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", plugins=[FabricAmpPrecision("bf16")])
 
     class Module(other.LightningModule):
         def training_step(self, batch: Any, batch_idx: int) -> None: ...
         def configure_optimizers(self) -> None: ...
 
     trainer = other.Trainer(**(QUIET | {"callbacks": [ScaleMonitor()], "accelerator": "cpu"}))
-    with pytest.raises(TypeError, match=r"`ScaleMonitor` works with `lightning.pytorch`"):
+    with pytest.raises(TypeError, match=f"{write} ScaleMonitor"):
         trainer.fit(Module(), batches())
+    with pytest.raises(TypeError, match=write):
+        doctor(Module, L.LightningDataModule)
+    with pytest.raises(ImportError, match="already uses `lightning_amp` with `lightning`"):
+        importlib.import_module("lightning_amp.pytorch_lightning")
 
 
 @pytest.mark.parametrize(

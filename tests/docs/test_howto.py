@@ -44,6 +44,7 @@ PRINTS = {
     "own_loop": "steps applied",
     "train_fp8": "blocks.0.up: fp8",
     "notebook": "steps skipped",
+    "pytorch_lightning": "16 steps applied",
 }
 NEEDS = {
     "huggingface": [
@@ -55,6 +56,9 @@ NEEDS = {
     "bf16_weights": [pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")],
     "yaml": [pytest.mark.skipif(importlib.util.find_spec("jsonargparse") is None, reason="needs jsonargparse")],
     "train_fp8": [needs_torchao],
+    "pytorch_lightning": [
+        pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="needs pytorch_lightning")
+    ],
 }
 WRITES = {
     "fabric": ["checkpoint.ckpt"],
