@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.approved import assert_approved
 from support.doctor_facts import (
     FORWARD_FLOPS,
     LINE,
@@ -32,7 +33,7 @@ from support.doctor_facts import (
 )
 
 from lightning_amp._user_line import Place
-from lightning_amp.advice import DoctorReport
+from lightning_amp.advice import DoctorReport, Finding
 from lightning_amp.advice._machine import Format, Machine, Product
 from lightning_amp.advice._step import (
     BACKWARD,
@@ -57,125 +58,9 @@ SMALL = machine(memory_gib=1.0)
 """A device so small that these steps fill a good part of it."""
 
 
-def test_a_healthy_step_has_no_finding() -> None:
-    assert said(step()) == []
+def raced(own_s: float, fp32_s: float, rounds: int = 9, **facts: Any) -> Step:
+    return step(variants=(timed("as it is", own_s, rounds=rounds), timed("fp32", fp32_s, rounds=rounds)), **facts)
 
-
-# -- overflow ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("facts", "text"),
-    [
-        (
-            {"num_bad": 3, "num_seen": 12},
-            "3 of 12 steps in bf16 do not train: the loss or gradients are infinite or NaN",
-        ),
-        ({"num_bad": 1, "bad_loss": True, "parts": {}, "variants": ()}, "the loss is infinite or NaN. So no step was"),
-        (
-            {"num_bad": 1, "parts": {}, "variants": ()},
-            "1 of 1 step in bf16 do not train: gradients are infinite or NaN.",
-        ),
-    ],
-)
-def test_an_overflow(facts: Any, text: str) -> None:
-    found = only(step(**facts))
-    assert (found.severity, found.code) == ("error", "overflow")
-    assert text in found.message
-
-
-# -- time --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("wait_s", "loading", "severity", "action"),
-    [
-        # without workers a step takes what loading and computing take: workers do both at once
-        (0.09, Loading(0), "warning", "Pass `num_workers=2, persistent_workers=True` to the DataLoader: workers load"),
-        (0.27, Loading(0), "warning", "Pass `num_workers=3,"),
-        (0.015, Loading(0), "note", "which can make it 1.2x as fast at most (not tried)"),
-        # each of the workers takes two steps for a batch
-        (0.09, Loading(2), "warning", "Pass `num_workers=4,"),
-        (0.09, Loading(8, persistent=True), "warning", "Do less per item"),
-        (
-            0.09,
-            Loading(8),
-            "warning",
-            "Pass `persistent_workers=True` to the DataLoader: its workers start anew",
-        ),
-        (0.09, Loading(0, is_stream=True), "warning", "if the `IterableDataset` gives each worker its own rows"),
-        (0.09, None, "warning", "Make the loader faster"),
-    ],
-)
-def test_a_step_that_waits_for_its_batch(
-    wait_s: float, loading: Any, severity: str, action: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    found = only(step(parts={"data": wait_s, "forward": 0.03, "backward": 0.06}, loading=loading))
-    assert (found.severity, found.code) == (severity, "data-bound")
-    assert f"waits {wait_s * 1e3:.3g} ms" in found.message
-    assert action in found.action
-
-
-def test_workers_are_no_more_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    found = only(step(parts={"data": 0.9, "forward": 0.1}, loading=Loading(0)))
-    assert "`num_workers=2," in found.action
-    assert "2.2x as fast at most" in found.action  # 0.45 s for a batch, where a step computes 0.1 s
-
-
-def test_the_host_waits() -> None:
-    facts = step(waits=(Wait("a.py:1", ".item()", 3), Wait("b.py:2", "nonzero", 1)))
-    found = only(facts, GPU)
-    assert (found.severity, found.code) == ("warning", "host-waits")
-    assert "4 times in a step: .item() in a.py:1, and in 1 other place" in found.message
-    on_cpu = only(facts)
-    assert on_cpu.severity == "note"
-    assert "On a CPU that is free" in on_cpu.message
-
-
-def test_an_optimizer_in_many_kernels() -> None:
-    plain = (OptimizerFacts("Adam", True, 1000),)
-    slow = step(optimizers=plain, parts={**PARTS, "optimizer": 0.1})
-    tried = replace(slow, variants=(*slow.variants, timed("fused=True", 0.05)))
-    found = only(tried)
-    assert (found.severity, found.code) == ("warning", "optimizer-not-fused")
-    assert "with `fused=True`, tried here: 2.00x as fast" in found.message
-    assert "`torch.optim.Adam(..., fused=True)`" in found.action
-    assert found.share == pytest.approx(0.5)
-    useless = only(replace(slow, variants=(*slow.variants, timed("fused=True", 0.1))))
-    assert (useless.severity, useless.action[:11]) == ("note", "Leave it as")
-    assert "`fused=True` was not timed" in only(slow).message
-    assert not said(step(optimizers=plain))  # it takes no time
-    assert not said(replace(slow, optimizers=(OptimizerFacts("Adam", False, 1000),)))
-
-
-def test_channels_last_is_advised_only_where_it_gains() -> None:
-    facts = step(convolution(FORWARD_FLOPS))
-    assert only(facts).severity == "note"
-    tried = replace(facts, variants=(*facts.variants, timed("channels_last", 0.05)))
-    assert (only(tried).severity, only(tried).code) == ("warning", "channels-last")
-    assert "memory_format=torch.channels_last" in only(tried).action
-    slower = replace(facts, variants=(*facts.variants, timed("channels_last", 0.3)))
-    assert only(slower).action.startswith("Leave it as it is")
-    noise = replace(facts, variants=(*facts.variants, Variant("channels_last", (0.05, 0.2, 0.05, 0.2, 0.05))))
-    assert only(noise).action.startswith("The race is undecided. Time `channels_last` by itself")
-    assert not said(step(convolution(FORWARD_FLOPS, channels_last=True), variants=tried.variants))
-
-
-def test_adamw_at_three_per_cent_of_a_step_cannot_give_1_18x() -> None:
-    parts = {"data": 0.05, "forward": 0.4, "backward": 0.57, "optimizer": 0.03}
-    raced = (timed("as it is", 1.0, rounds=9), timed("fused=True", 1 / 1.18, rounds=9))
-    facts = step(parts=parts, optimizers=(OptimizerFacts("AdamW", True, 1000),), variants=raced)
-    assert facts.most_gain("fused=True") == pytest.approx(1 / 0.97)
-    assert facts.speed("fused=True") is not None
-    assert facts.gain("fused=True") is None
-    report = DoctorReport(machine(), facts)
-    assert "1.18" not in str(report)
-    assert not report.has_problems
-
-
-# -- products and casts ------------------------------------------------------------------------------------------------
 
 ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
 WHY: dict[str, Any] = {
@@ -191,77 +76,185 @@ def kept(why: str, where: str, flops: int) -> Operation:
     return product(**{"module": "", "dtype": "float32", "flops": flops, "place": place, **WHY[why]})
 
 
-@pytest.mark.parametrize("why", WHY)
-def test_products_that_stay_in_fp32(why: str) -> None:
-    found = only(step(kept(why, "net.py", FORWARD_FLOPS // 2), kept(why, "", 2), kept(why, "c.py", 1)))
-    assert (found.severity, found.code) == ("warning", "autocast-off")
-    assert found.message.startswith("50 % of the FLOPs of the forward stay in full precision, " + why)
-    assert "net.py:7; " in found.message
-    assert ", and 1 other place)" in found.message
-    assert only(step(kept(why, "net.py", FORWARD_FLOPS // 20))).severity == "note"
-    assert not said(step(kept(why, "net.py", FORWARD_FLOPS // 100)))
-    assert not said(step(kept(why, "net.py", FORWARD_FLOPS // 2), precision="fp32"))
-
-
-def test_several_reasons_are_one_finding() -> None:
-    first, second, *_ = WHY
-    found = only(step(kept(first, "a.py", FORWARD_FLOPS // 10), kept(second, "b.py", FORWARD_FLOPS // 5)))
-    assert found.message.index(second) < found.message.index(first)
-    assert found.action.startswith("Make the tensors float32")
-
-
-def test_fp32_modules_that_hold_most() -> None:
-    found = only(step(in_fp32_modules("net.head", FORWARD_FLOPS // 2)))
-    assert (found.severity, found.code) == ("warning", "fp32-modules-dominate")
-    assert "`net.head`" in found.message
-    assert "find_fp32_modules" in found.action
-    assert only(step(in_fp32_modules("net.head", FORWARD_FLOPS // 5))).severity == "note"
-    assert not said(step(in_fp32_modules("net.head", FORWARD_FLOPS // 20)))
-
-
 def casts(kind: str, count: int, seconds: float) -> list[Operation]:
     own: dict[str, Any] = {"explicit": {"asked": "torch.Tensor.float", "place": LINE}, "again": {"cast_of": 5}}[kind]
     first = [] if kind == "explicit" else [cast(0.0, 0, cast_of=5, cast_bytes=1)]  # autocast's own
     return [*first, *(cast(seconds / count, 3 * 2**20 // count, **own) for _ in range(count))]
 
 
-@pytest.mark.parametrize(
-    ("kind", "seconds", "count", "severity", "action"),
-    [
-        ("explicit", 0.03, 4, "warning", "Take the casts out"),
-        ("explicit", 0.003, 4, "note", "Take the casts out"),
-        ("explicit", 0.0001, 30, "note", "Take the casts out"),
-        ("again", 0.03, 30, "warning", "Call the module once"),
-    ],
-)
-def test_casts_beyond_autocasts_own(kind: str, seconds: float, count: int, severity: str, action: str) -> None:
-    found = only(step(*casts(kind, count, seconds)))
-    assert (found.severity, found.code) == (severity, "many-casts")
-    assert found.message.startswith(f"{count} ")
-    assert "write 3 MiB" in found.message
-    assert action in found.action
+def head(ratio: float, share: float = 1.0, **changes: Any) -> Unaligned:
+    found = Unaligned(share, (64, 33, 4001), (64, 40, 4008), "bf16", "head", speed(ratio))
+    return replace(found, **changes)
 
 
-def test_autocasts_own_casts_are_none() -> None:
-    weights = [cast(0.0005, 2**20, cast_of=pointer) for pointer in range(1, 101)]
+def memory(**parts: int) -> Memory:
+    names = ("weights", "gradients", "states", "activations", "logits", "casts")
+    held = {name: parts.get(name, 0) * MIB for name in names}
+    return Memory(**held, peak=sum(held.values()))
+
+
+Situations = dict[str, Step | tuple[Step, Machine]]
+
+
+def about_loading() -> Situations:
+    """Without workers a step takes what loading and computing take; with workers, the longer of the two."""
+    loaders = {
+        "no workers": (0.09, Loading(0)), "no workers, three times as slow": (0.27, Loading(0)),
+        "no workers, a little slow": (0.015, Loading(0)), "two workers": (0.09, Loading(2)),
+        "eight persistent workers": (0.09, Loading(8, persistent=True)), "eight workers": (0.09, Loading(8)),
+        "no workers, a stream": (0.09, Loading(0, is_stream=True)), "a loader that says nothing": (0.09, None),
+    }  # fmt: skip
+    return {
+        f"data: {name}": step(parts={"data": wait_s, "forward": 0.03, "backward": 0.06}, loading=loading)
+        for name, (wait_s, loading) in loaders.items()
+    }
+
+
+def about_time() -> Situations:
+    waits = step(waits=(Wait("a.py:1", ".item()", 3), Wait("b.py:2", "nonzero", 1)))
+    slow = step(optimizers=(OptimizerFacts("Adam", True, 1000),), parts={**PARTS, "optimizer": 0.1})
+    layout = step(convolution(FORWARD_FLOPS))
+
+    def with_race(facts: Step, *more: Variant) -> Step:
+        return replace(facts, variants=(*facts.variants, *more))
+
+    last = Variant("channels_last", (0.05, 0.2, 0.05, 0.2, 0.05))
+    return {
+        "waits: on a GPU": (waits, GPU), "waits: on a CPU": waits,
+        "Adam, fused helps": with_race(slow, timed("fused=True", 0.05)),
+        "Adam, fused is useless": with_race(slow, timed("fused=True", 0.1)), "Adam, fused was not timed": slow,
+        "Adam, which takes no time": step(optimizers=(OptimizerFacts("Adam", True, 1000),)),
+        "Adam, fused already": replace(slow, optimizers=(OptimizerFacts("Adam", False, 1000),)),
+        "layout: not tried": layout, "layout: channels_last helps": with_race(layout, timed("channels_last", 0.05)),
+        "layout: channels_last is slower": with_race(layout, timed("channels_last", 0.3)),
+        "layout: noise": with_race(layout, last),
+        "layout: already channels_last": step(
+            convolution(FORWARD_FLOPS, channels_last=True), variants=(*layout.variants, timed("channels_last", 0.05))
+        ),
+    }  # fmt: skip
+
+
+def about_products() -> Situations:
+    first, second, *_ = WHY
+    autocasts = [cast(0.0005, 2**20, cast_of=pointer) for pointer in range(1, 101)]
     by_hand = cast(cast_of=1000, asked="torch.Tensor.to", place=LINE)  # autocast would have cast it here
     lstm = [cast(cast_of=5, asked="torch._VF.lstm") for _ in range(9)]
-    assert not said(step(*weights, by_hand, *lstm, cast(part=BACKWARD, seconds=0.0)))
-
-
-def test_one_slow_call_on_a_busy_machine_is_no_warning() -> None:
-    """Of ten casts of the same size, the one in user code happened to take a hundred times as long."""
     usual = [cast(0.0001, 4096, cast_of=i + 1) for i in range(9)]
     (slow,) = casts("explicit", 1, 0.01)
-    assert not said(step(*usual, replace(slow, cast_bytes=4096)))
-
-
-def test_many_casts_of_a_few_bytes_are_no_warning_whatever_a_busy_machine_does() -> None:
-    """The fault: a recurrent network of tiny operations had "many casts" when some calls were slow by chance."""
-    calls = [replace(product(flops=0), name="view", seconds=1e-5) for _ in range(600)]
+    views = [replace(product(flops=0), name="view", seconds=1e-5) for _ in range(600)]
     again = [cast(1.2e-5 if i % 4 else 1e-3, 1536, cast_of=5) for i in range(80)]
-    found = only(step(*calls, *again, recorded_s=0.01))
-    assert (found.severity, found.code) == ("note", "many-casts")
+    return {
+        **{
+            f"fp32: {why}": step(kept(why, "net.py", FORWARD_FLOPS // 2), kept(why, "", 2), kept(why, "c.py", 1))
+            for why in WHY
+        },
+        "fp32: a twentieth": step(kept(first, "net.py", FORWARD_FLOPS // 20)),
+        "fp32: a hundredth": step(kept(first, "net.py", FORWARD_FLOPS // 100)),
+        "fp32: half, in a run in fp32": step(kept(first, "net.py", FORWARD_FLOPS // 2), precision="fp32"),
+        "fp32: two reasons": step(kept(first, "a.py", FORWARD_FLOPS // 10), kept(second, "b.py", FORWARD_FLOPS // 5)),
+        **{f"fp32_modules: 1/{n}": step(in_fp32_modules("net.head", FORWARD_FLOPS // n)) for n in (2, 5, 20)},
+        "casts: by hand": step(*casts("explicit", 4, 0.03)),
+        "casts: by hand, quick": step(*casts("explicit", 4, 0.003)),
+        "casts: by hand, quick and many": step(*casts("explicit", 30, 0.0001)),
+        "casts: again and again": step(*casts("again", 30, 0.03)),
+        "casts: autocast's own": step(*autocasts, by_hand, *lstm, cast(part=BACKWARD, seconds=0.0)),
+        "casts: one took 100 times as long on a busy machine": step(*usual, replace(slow, cast_bytes=4096)),
+        "casts: of a few bytes, some slow on a busy machine": step(*views, *again, recorded_s=0.01),
+        "sizes: padding helps": step(unaligned=head(2.0)), "sizes: padding is useless": step(unaligned=head(1.0)),
+        "sizes: noise": step(unaligned=head(2.0, padded_speed=speed(2.0, noise=0.8))),
+        "sizes: a tenth": step(unaligned=head(2.0, share=0.1)),
+        "sizes: a hundredth": step(unaligned=head(2.0, share=0.01)),
+        "sizes: fp8, where padded ones are not timed": step(
+            precision="fp8", unaligned=head(2.0, format="bf16", padded_speed=None)
+        ),
+    }  # fmt: skip
+
+
+def about_speed() -> Situations:
+    small = in_fp32(0.05)
+    slow, fast = (product(name="convolution_backward", part=BACKWARD, seconds=s) for s in (0.9, 0.06))
+    kernel = raced(1.0, 0.1, fp32_recorded=Recording((fast,)))
+    return {
+        "small: as fast as fp32": raced(0.1, 0.1, fp32_recorded=small),
+        "small: as fast, products are faster": (raced(0.1, 0.1, fp32_recorded=small), machine_with(bf16=4.0)),
+        "small: faster": raced(0.1, 0.2, fp32_recorded=small), "small: slower": raced(0.2, 0.1, fp32_recorded=small),
+        "large: as fast": raced(0.1, 0.1, fp32_recorded=in_fp32(0.9)),
+        "small: without autocast": step(
+            without_autocast(10**8), variants=raced(0.1, 0.1).variants, fp32_recorded=small
+        ),
+        "a kernel that is slow in half precision": replace(
+            kernel, recorded=Recording((slow, *kernel.recorded.operations))
+        ),
+        "fp16 is emulated, the step no slower": raced(0.1, 0.12, precision="fp16"),
+        "fp16 is emulated, the step slower": raced(0.4, 0.1, precision="fp16"),
+    }  # fmt: skip
+
+
+def about_memory() -> Situations:
+    loss = (Loss(512, 32_000),)
+    sizes = ((300, 100), (60, 100), (5, 100), (3, 1))
+    held = memory(weights=40, gradients=40, states=80, activations=20)
+    adam = (OptimizerFacts("AdamW", False, 10 * MIB),)
+    states = step(memory=held, fp32_memory=held, num_parameters=10 * MIB, optimizers=adam)
+    without = replace(states, memory=memory(weights=80, gradients=80, states=0, activations=20))
+    some = memory(logits=40, activations=100)
+    return {
+        **{f"logits: {a} of {a + b} MiB": step(memory=memory(logits=a, activations=b), losses=loss) for a, b in sizes},
+        "logits: of a small device": (step(memory=some, losses=loss), SMALL),
+        "logits: of few classes": (step(memory=some, losses=(Loss(10**6, 10),)), SMALL),
+        "states: of a small device": (states, SMALL), "states: of a full device": (states, machine(memory_gib=0.2)),
+        "states: of a large device": (states, machine(memory_gib=16.0)), "states: none": (without, SMALL),
+    }  # fmt: skip
+
+
+def about_overflow() -> Situations:
+    none: dict[str, Any] = {"parts": {}, "variants": ()}
+    return {
+        "healthy": step(), "overflow: now and then": step(num_bad=3, num_seen=12),
+        "overflow: of each loss": step(num_bad=1, bad_loss=True, **none), "overflow: always": step(num_bad=1, **none),
+    }  # fmt: skip
+
+
+def shown(found: list[Finding]) -> str:
+    return "\n".join(
+        f"{f.severity} {f.code}" + (f", share {f.share:.3g}" if f.share else "") + f": {f.message}\n  -> {f.action}"
+        for f in found
+    )  # fmt: skip
+
+
+def test_what_is_found_of_which_severity_in_which_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    every = [about_overflow, about_loading, about_time, about_products, about_speed, about_memory]
+    texts: dict[str, str] = {}
+    for name, facts in itertools.chain.from_iterable(some().items() for some in every):
+        texts[name] = shown(said(*facts) if isinstance(facts, tuple) else said(facts)) or "nothing"
+    formats = {
+        "fp16": (machine(), "fp16"), "fp8": (machine(), "fp8"), "bf16": (machine(), "bf16"),
+        "bf16, slow": (machine_with(bf16=0.5), "bf16"),
+        "bf16, noise": (machine_with(bf16=speed(0.9, noise=0.5)), "bf16"),
+    }  # fmt: skip
+    for name, (on, precision) in formats.items():
+        found = emulated_precision(None, on, decide(on, precision))
+        texts[f"a machine alone: {name}"] = shown([found]) if found else "nothing"
+    assert_approved("doctor_findings", texts)
+
+
+def test_workers_are_no_more_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    found = only(step(parts={"data": 0.9, "forward": 0.1}, loading=Loading(0)))
+    assert "`num_workers=2," in found.action  # 0.45 s for a batch, where a step computes 0.1 s
+
+
+def test_adamw_at_three_per_cent_of_a_step_cannot_give_1_18x() -> None:
+    parts = {"data": 0.05, "forward": 0.4, "backward": 0.57, "optimizer": 0.03}
+    raced = (timed("as it is", 1.0, rounds=9), timed("fused=True", 1 / 1.18, rounds=9))
+    facts = step(parts=parts, optimizers=(OptimizerFacts("AdamW", True, 1000),), variants=raced)
+    assert facts.most_gain("fused=True") == pytest.approx(1 / 0.97)
+    assert facts.speed("fused=True") is not None
+    assert facts.gain("fused=True") is None
+    report = DoctorReport(machine(), facts)
+    assert "1.18" not in str(report)
+    assert not report.has_problems
 
 
 def test_sizes_that_are_not_aligned_are_found() -> None:
@@ -276,148 +269,6 @@ def test_sizes_that_are_not_aligned_are_found() -> None:
     assert wider is not None
     assert wider.padded == (64, 48, 112)
     assert unaligned_products(step(product("b", sizes=(64, 32, 96)))) is None
-
-
-def head(ratio: float, share: float = 1.0, **changes: Any) -> Unaligned:
-    found = Unaligned(share, (64, 33, 4001), (64, 40, 4008), "bf16", "head", speed(ratio))
-    return replace(found, **changes)
-
-
-def test_sizes_that_are_not_multiples() -> None:
-    found = only(step(unaligned=head(2.0)))
-    assert (found.severity, found.code) == ("warning", "sizes-not-aligned")
-    assert "`head` (64 x 33 x 4001); padded to 64 x 40 x 4008, measured here: 2.00x as fast" in found.message
-    assert found.message.endswith("If all gain as much, a step saves 25 %.")  # products are half of the step
-    assert "(33 to 40, 4001 to 4008)" in found.action
-    nothing = only(step(unaligned=head(1.0)))
-    assert (nothing.severity, nothing.action) == ("note", "Leave them as they are: padding gains nothing here.")
-    assert "padded to 64 x 40 x 4008, measured here: as fast within 5 %" in nothing.message
-    unsure = only(step(unaligned=head(2.0, padded_speed=speed(2.0, noise=0.8))))
-    assert unsure.severity == "note"
-    assert "undecided" in unsure.message
-    little = only(step(unaligned=head(2.0, share=0.1)))
-    assert little.severity == "note"
-    assert "a step saves 2.5 %" in little.message
-    assert not said(step(unaligned=head(2.0, share=0.01)))
-
-
-def test_padding_for_fp8_is_not_claimed_to_gain() -> None:
-    """The fault: such products run in bf16, and padded ones were timed in bf16 as well."""
-    facts = step(precision="fp8", unaligned=head(2.0, format="bf16", padded_speed=None))
-    found = next(found for found in said(facts) if found.code == "sizes-not-aligned")
-    assert (found.severity, found.code) == ("note", "sizes-not-aligned")
-    assert "multiples of 16" in found.message
-    assert "fp8 needs such multiples" in found.message
-    assert "measured" not in found.message
-    assert found.action.endswith("Not tried.")
-
-
-# -- no faster than fp32 -----------------------------------------------------------------------------------------------
-
-
-def raced(own_s: float, fp32_s: float, rounds: int = 9, **facts: Any) -> Step:
-    return step(variants=(timed("as it is", own_s, rounds=rounds), timed("fp32", fp32_s, rounds=rounds)), **facts)
-
-
-def test_a_module_too_small() -> None:
-    found = only(raced(0.1, 0.1, fp32_recorded=in_fp32(0.05)))
-    assert (found.severity, found.code) == ("warning", "model-too-small")
-    assert "are 5 % of a step in fp32. They alone make a step 1.04x as fast at best; measured: as fast" in found.message
-    assert "not tried here" in found.action
-    assert not said(raced(0.1, 0.2, fp32_recorded=in_fp32(0.05)))  # it is faster
-    assert not said(raced(0.1, 0.1, fp32_recorded=in_fp32(0.9)))
-    slower = only(raced(0.2, 0.1, fp32_recorded=in_fp32(0.05)))
-    assert slower.action.startswith('Use `AmpPrecision("fp32")`.')
-    explained = [finding.code for finding in said(raced(0.1, 0.1, fp32_recorded=in_fp32(0.05)), machine_with(bf16=4.0))]
-    assert explained == ["model-too-small"]
-
-
-def test_another_cause_explains_a_step_that_is_no_faster() -> None:
-    facts = raced(0.1, 0.1)
-    off = step(without_autocast(10**8), variants=facts.variants, fp32_recorded=in_fp32(0.05))
-    assert [finding.code for finding in said(off)] == ["autocast-off"]
-
-
-def test_a_kernel_that_is_slow_in_half_precision() -> None:
-    """Products are faster on this machine, but this one takes as long as in software."""
-    slow, fast = (product(name="convolution_backward", part=BACKWARD, seconds=s) for s in (0.9, 0.06))
-    facts = raced(1.0, 0.1, fp32_recorded=Recording((fast,)))
-    found = only(replace(facts, recorded=Recording((slow, *facts.recorded.operations))))
-    assert (found.severity, found.code) == ("error", "emulated-precision")
-    assert "A step in it: 10.00x as slow as in fp32" in found.message
-    assert "`convolution_backward` in the backward takes 900 ms, and 60 ms in fp32" in found.message
-    assert found.action == 'Use `AmpPrecision("fp32")`.'
-
-
-def emulated(on: Machine, precision: str) -> Any:
-    return emulated_precision(None, on, decide(on, precision))
-
-
-def test_a_format_that_is_emulated_or_missing() -> None:
-    found = emulated(machine(), "fp16")
-    assert (found.severity, found.code) == ("error", "emulated-precision")  # bf16 is faster here
-    assert found.message.startswith(
-        "fp16 is emulated here (this CPU has no instructions for fp16): its matrix products"
-    )
-    assert "10.0x as slow as in fp32" in found.message
-    assert found.action == 'Use `AmpPrecision("bf16")`.'
-    missing = emulated(machine(), "fp8")
-    assert missing.severity == "error"
-    assert "has no fp8: no matrix units for it" in missing.message
-    assert emulated(machine(), "bf16") is None
-    slow = emulated(machine_with(bf16=0.5), "bf16")
-    assert (slow.severity, slow.action) == ("error", 'Use `AmpPrecision("fp32")`.')
-    assert slow.message.startswith("bf16 is slow here (avx512_bf16): its matrix products")
-    assert emulated(machine_with(bf16=speed(0.9, noise=0.5)), "bf16") is None
-
-
-def test_an_emulated_format_is_judged_by_the_step() -> None:
-    no_slower = only(raced(0.1, 0.12, precision="fp16"))
-    assert (no_slower.severity, no_slower.action) == ("note", "")
-    slower = only(raced(0.4, 0.1, precision="fp16"))
-    assert (slower.severity, slower.action) == ("error", 'Use `AmpPrecision("fp32")`.')
-    assert "A step in it: 4.00x as slow" in slower.message
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def memory(**parts: int) -> Memory:
-    names = ("weights", "gradients", "states", "activations", "logits", "casts")
-    held = {name: parts.get(name, 0) * MIB for name in names}
-    return Memory(**held, peak=sum(held.values()))
-
-
-@pytest.mark.parametrize(
-    ("logits", "rest", "severity"), [(300, 100, "warning"), (60, 100, "note"), (5, 100, None), (3, 1, "note")]
-)
-def test_logits(logits: int, rest: int, severity: str | None) -> None:
-    facts = step(memory=memory(logits=logits, activations=rest), losses=(Loss(512, 32_000),))
-    assert [f.severity for f in said(facts)] == ([severity] if severity else [])
-    if severity:
-        assert f"512 x 32,000, hold {logits} MiB" in only(facts).message
-        assert "checkpoint(chunk_loss" in only(facts).action
-
-
-def test_logits_that_are_a_good_part_of_a_small_device_are_a_warning() -> None:
-    facts = step(memory=memory(logits=40, activations=100), losses=(Loss(512, 32_000),))
-    assert only(facts, SMALL).severity == "warning"
-    assert not said(step(memory=memory(logits=40, activations=100), losses=(Loss(10**6, 10),)), SMALL)
-
-
-def test_states_that_dominate() -> None:
-    held = memory(weights=40, gradients=40, states=80, activations=20)
-    adam = OptimizerFacts("AdamW", False, 10 * MIB)
-    facts = step(memory=held, fp32_memory=held, num_parameters=10 * MIB, optimizers=(adam,))
-    found = only(facts, SMALL)
-    assert (found.severity, found.code) == ("note", "state-dominates")
-    assert "the optimizer hold 160 MiB, 88.9 % of the peak; that is 16 bytes per parameter" in found.message
-    assert "the peak is 180 MiB, and 180 MiB in fp32" in found.message
-    assert "States in 8 bits (`torchao.optim.AdamW8bit`)" in found.action
-    assert only(facts, machine(memory_gib=0.2)).severity == "warning"  # the device is full
-    assert not said(facts, machine(memory_gib=16.0))
-    no_states = replace(facts, memory=memory(weights=80, gradients=80, states=0, activations=20))
-    assert "8 bits" not in only(no_states, SMALL).action
 
 
 # -- the decision ------------------------------------------------------------------------------------------------------
