@@ -59,7 +59,7 @@ class GPT(nn.Module):
 
 
 def text(num: int, length: int, seed: int) -> Tensor:
-    """Return tokens [num, length] of a fixed Markov chain; a GPT learns its transitions within 100 steps."""
+    """Return tokens [num, length] of a fixed Markov chain; a GPT learns its transitions within some steps."""
     chain = (2 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))).softmax(1)
     generator = torch.Generator().manual_seed(1000 + seed)
     tokens = [torch.randint(VOCABULARY, (num,), generator=generator)]

@@ -24,9 +24,7 @@ def page(claims: Mapping[str, Claim], records: Sequence[Record]) -> str:
     """Write the page in Markdown; of several records of a claim on one kind of device the newest counts."""
     newest = {(record.name, record.device_type): record for record in records}
     rows = {name: [r for kind in ("cpu", "cuda") if (r := newest.get((name, kind)))] for name in claims}
-    for name, found in rows.items():
-        if any(record.verdict != "needs a GPU" for record in found):
-            rows[name] = [record for record in found if record.verdict != "needs a GPU"]
+    rows = {name: _shown(found) for name, found in rows.items()}
     shown = [record for found in rows.values() for record in found]
     machines = dict.fromkeys(record.machine for record in shown)
     table = [f"| {claims[r.name].title} | {r.verdict} | {_cell(r.figure)} | {_where(r)} |" for r in shown]
@@ -37,6 +35,13 @@ def page(claims: Mapping[str, Claim], records: Sequence[Record]) -> str:
     for name, claim in claims.items():
         lines += _section(name, claim, rows[name])
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _shown(records: Sequence[Record]) -> Sequence[Record]:
+    """Return the records that the page shows: a GPU answers what needs one, and what is equal on both is one row."""
+    measured = [record for record in records if record.verdict != "needs a GPU"] or records
+    equal = len({(record.verdict, record.figure) for record in measured}) == 1
+    return measured[:1] if equal else measured
 
 
 def _machine(machine: Machine, records: Sequence[Record]) -> str:

@@ -1,8 +1,8 @@
 """The articles and papers, in Markdown."""
 
-AMP_DOCS = "[PyTorch's AMP reference](https://docs.pytorch.org/docs/stable/amp.html)"
-AMP_EXAMPLES = "[PyTorch's AMP examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html)"
-AMP_RECIPE = "[PyTorch's AMP recipe](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html)"
+AMP_DOCS = "[AMP reference](https://docs.pytorch.org/docs/stable/amp.html)"
+AMP_EXAMPLES = "[AMP examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html)"
+AMP_RECIPE = "[AMP recipe](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html)"
 BLOG = (
     "[PyTorch's blog](https://pytorch.org/blog/what-every-user-should-know-about-mixed-precision-training-in-pytorch/)"
 )
@@ -16,9 +16,9 @@ TORCHAO = (
     "[torchao's recipes](https://docs.pytorch.org/ao/main/api_reference/generated/"
     "torchao.float8.Float8LinearRecipeName.html)"
 )
-MICIKEVICIUS = "[Micikevicius et al. 2017](https://arxiv.org/abs/1710.03740)"
-KALAMKAR = "[Kalamkar et al. 2019](https://arxiv.org/abs/1905.12322)"
-ZAMIRAI = "[Zamirai et al. 2020](https://arxiv.org/abs/2010.06192)"
-GUPTA = "[Gupta et al. 2015](https://arxiv.org/abs/1502.02551)"
-QI = "[Qi et al. 2025](https://arxiv.org/abs/2510.26788)"
-QIU = "[Qiu and Yao 2025](https://arxiv.org/abs/2510.04212)"
+MICIKEVICIUS = "[Micikevicius 2017](https://arxiv.org/abs/1710.03740)"
+KALAMKAR = "[Kalamkar 2019](https://arxiv.org/abs/1905.12322)"
+ZAMIRAI = "[Zamirai 2020](https://arxiv.org/abs/2010.06192)"
+GUPTA = "[Gupta 2015](https://arxiv.org/abs/1502.02551)"
+QI = "[Qi 2025](https://arxiv.org/abs/2510.26788)"
+QIU = "[Qiu 2025](https://arxiv.org/abs/2510.04212)"

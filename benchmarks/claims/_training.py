@@ -16,7 +16,7 @@ from benchmarks.claims._claim import Setting
 from benchmarks.claims._models import GPT, text, text_loss
 from lightning_amp import AmpPrecision
 
-STEPS = 100
+STEPS = 80
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
     "fp32, last bit moved": {"precision": "fp32"},

@@ -11,9 +11,9 @@ def run(setting: Setting) -> Outcome:
     """Compare final validation losses with those of fp32 weights and bf16 autocast."""
     pure = Interval.of(differences(setting, "bf16 weights", "bf16"))
     cured = Interval.of(differences(setting, "fp32 weights from bf16", "bf16"))
-    details = f"Cured by `upcast_parameters`: {cured.text('+.2g', 100, ' %')}."
+    details = f"With it: {cured.text('+.2g', 100, ' %')}."
     verdict = both([pure.within(0.001, 1e9), cured.within(-1e9, 0.01)])
-    return Outcome(verdict, f"bf16 weights {pure.text('+.2g', 100, ' %')}", details)
+    return Outcome(verdict, pure.text("+.2g", 100, " %"), details)
 
 
 CLAIM = Claim(

@@ -11,7 +11,7 @@ def run(setting: Setting) -> Outcome:
     """Compare the final validation losses."""
     found = Interval.of(differences(setting, "bf16", "fp16"))
     noise = max(abs(value) for value in differences(setting, "fp32, last bit moved"))
-    details = f"fp32 after its first weights moved in the last bit: up to {100 * noise:.5f} %."
+    details = f"fp32 with the last bit of its weights moved: {100 * noise:.1g} %."
     return Outcome(found.within(-0.01, 0.01), found.text("+.4f", 100, " %"), details)
 
 

@@ -16,9 +16,7 @@ def run(setting: Setting) -> Outcome:
     """Compare the norms that reach the optimizer in both orders."""
     norms = [(_norm(setting, seed, first=True), _norm(setting, seed, first=False)) for seed in setting.seeds]
     ratio = Interval.of(before / after for before, after in norms)
-    norm = Interval.of(before for before, _ in norms)
-    details = f"Clipped before: norm {norm.mean:.2g}; the limit is {_LIMIT}."
-    return Outcome(ratio.within(0.0, 0.01), f"updates {1 / ratio.mean:,.0f} times too small", details)
+    return Outcome(ratio.within(0.0, 0.01), f"updates {1 / ratio.mean:,.0f} times too small")
 
 
 def _norm(setting: Setting, seed: int, *, first: bool) -> float:

@@ -16,9 +16,9 @@ def run(setting: Setting) -> Outcome:
     pairs = [
         (mismatch(setting, torch.bfloat16, seed), mismatch(setting, torch.float16, seed)) for seed in setting.seeds
     ]
-    logs = Interval.of(math.log(abs(bf16.divergence) / abs(fp16.divergence)) for bf16, fp16 in pairs)
+    logs = Interval.of(math.log(bf16.divergence / fp16.divergence) for bf16, fp16 in pairs)
     factor = Interval(*map(math.exp, logs))
-    largest = math.exp(sum(math.log(bf16.largest / fp16.largest) for bf16, fp16 in pairs) / len(pairs))
+    largest = sum(bf16.largest for bf16, _ in pairs) / sum(fp16.largest for _, fp16 in pairs)
     details = f"Largest difference: {largest:.1f} times smaller."
     return Outcome(factor.within(10.0, math.inf), f"KL {factor.text('.2g')} times smaller", details)
 

@@ -21,7 +21,7 @@ def run(setting: Setting) -> Outcome:
         means.append(float(weights.float().mean()))
         spreads.append(float(weights.float().std()))
     found = Interval.of(means)
-    details = f"Standard deviation of single weights: {sum(spreads) / len(spreads):.2g}."
+    details = f"Their standard deviation: {sum(spreads) / len(spreads):.2g}."
     return Outcome(found.within(1.98, 2.02), found.text(".4f"), details)
 
 

@@ -18,7 +18,7 @@ def run(setting: Setting) -> Outcome:
         found = differences(setting, how)
         means.append(Interval.of(found))
         worst.append(max(map(abs, found)))
-        figures.append(f"{how} {means[-1].text('+.4f', 100, ' %')}, single runs to {100 * worst[-1]:.4f} %")
+        figures.append(f"{how} {means[-1].text('+.4f', 100, ' %')}, largest {100 * worst[-1]:.4f} %")
     verdict = overall([*(mean.within(-_MOST, _MOST) for mean in means), *(decided(w < _MOST) for w in worst)])
     return Outcome(verdict, "; ".join(figures))
 

@@ -29,7 +29,7 @@ def run(setting: Setting) -> Outcome:
 
 
 def _of_weights(setting: Setting, scale: float, seed: int) -> float:
-    steps = 2 if setting.tiny else 20
+    steps = 2 if setting.tiny else 10
     monitor = GradientMonitor(every_n_steps=steps)
     task, plugin = Task(seeded(seed, GPT)), AmpPrecision("fp16", scaler=scale)
     fit(task, batches(steps + 1, seed), setting, plugins=[plugin], callbacks=[monitor])
