@@ -14,8 +14,8 @@ _BEGIN = """\
 
 `python -m benchmarks.claims` measures what articles and papers claim. The figures decide the verdict: *reproduced*,
 *not reproduced*, *depends* (it holds in some cases), *undecided* (the threshold lies inside the interval), or *needs a
-GPU*. All models are small: a verdict holds for the stated protocol only. Claims about training and rounding have eight
-seeds, with the 95 % confidence interval of the mean. `--again --only NAME` repeats one claim."""
+GPU*. All models are small: a verdict holds for the stated protocol only. Training and rounding have eight seeds, with
+95 % confidence intervals of the mean. `--again --only NAME` repeats one claim."""
 
 _REHEARSAL = "**A rehearsal (`--tiny`): its figures mean nothing.**"
 

@@ -19,7 +19,6 @@ from lightning_amp import AmpPrecision
 STEPS = 80
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
-    "fp32, last bit moved": {"precision": "fp32"},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
     "fp16, not scaled": {"precision": "fp16", "scaler": 1.0},
@@ -88,10 +87,6 @@ def trained(setting: Setting, how: str, seed: int) -> Trained:
     """
     torch.manual_seed(seed)
     net = GPT()
-    if "last bit" in how:
-        with torch.no_grad():
-            for parameter in net.parameters():
-                parameter.mul_(1 + 2.0**-23)
     if how in ("bf16 weights", "fp32 weights from bf16"):
         net.to(torch.bfloat16)
     plugin = {"precision": "bf16-true"} if how == "bf16 weights" else {"plugins": [AmpPrecision(**_ARGUMENTS[how])]}

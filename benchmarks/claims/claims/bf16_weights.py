@@ -17,7 +17,7 @@ def run(setting: Setting) -> Outcome:
 
 
 CLAIM = Claim(
-    "bf16 weights train worse than fp32 weights",
+    "bf16 weights train worse",
     ZAMIRAI,
     "The same loss against fp32 weights: over 0.1 % worse, but at most 1 % with `upcast_parameters`.",
     run,

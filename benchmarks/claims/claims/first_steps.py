@@ -31,7 +31,7 @@ def _skips(setting: Setting, seed: int, *, summed: bool) -> int:
 
 
 CLAIM = Claim(
-    "fp16 skips a few steps at the start",
+    "fp16 skips the first steps",
     AMP_DOCS,
     "Skips in a GPT's first 20 steps from scale 65,536; 1 or more.",
     run,

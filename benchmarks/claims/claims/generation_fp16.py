@@ -24,7 +24,7 @@ def run(setting: Setting) -> Outcome:
 
 
 CLAIM = Claim(
-    "fp16 generation differs ten times less than bf16",
+    "fp16 generation differs ten times less",
     QI,
     "The same runs: KL in bf16 over KL in fp16; at least 10.",
     run,

@@ -20,7 +20,7 @@ def run(setting: Setting) -> Outcome:
 
 
 CLAIM = Claim(
-    "Sizes that are multiples of eight are faster",
+    "Multiples of eight are faster",
     NVIDIA,
     "bf16 products of 384 x 384 (GPU: 4096) against 383 (4095); threshold 1.05.",
     run,
