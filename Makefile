@@ -108,7 +108,7 @@ projects: $(VENV)/.projects
 	$(if $(PROJECTS_ARGS),,PYTHONPATH=tests $(BIN)/python -m projects $$results docs/results/projects.md;) exit $$status
 
 clean:
-	rm -rf $(VENV) .versions demo_results comparison_results headline_tiny evidence_tiny docs/_build build dist .pytest_cache .ruff_cache .hypothesis lightning_logs
+	rm -rf $(VENV) .versions demo_results comparison_results headline_tiny evidence_tiny claims_tiny docs/_build build dist .pytest_cache .ruff_cache .hypothesis lightning_logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

@@ -12,8 +12,8 @@ TITLE = """\
 
 `make gpu-evidence` runs the tests and measurements that need a GPU. It runs the tests of `tests/gpu`, counts how often
 the host waits for the device, and times the optimizer step. It also measures the first rows of the
-[headline table](headline.md), `compare_precisions` and `doctor` on a character GPT, and fp8 against bf16. It writes
-this page from its records, `gpu.json`.
+[headline table](headline.md), the [claims](claims.md), `compare_precisions` and `doctor` on a character GPT, and fp8
+against bf16. It writes this page from its records, `gpu.json`.
 """
 
 REHEARSAL = """\

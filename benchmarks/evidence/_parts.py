@@ -83,6 +83,7 @@ def parts(device_type: str, *, tiny: bool) -> list[Part]:
             60.0 if tiny else 240.0,
             read=as_it_is,
         ),
+        Part("the claims", _claims(small), 60.0 if tiny else 240.0, results=(0, 1)),
         Part("the doctor", ("-m", "benchmarks.evidence._doctor", *small), 30.0 if tiny else 90.0),
         Part(
             "fp8 against bf16",
@@ -111,6 +112,12 @@ def _headline(small: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command for the rows that fit into some minutes; in a rehearsal, for three runs."""
     command = ("-m", "benchmarks.headline", "--limit-minutes", str(HEADLINE_MINUTES), "--out", f"{OUT}/headline.json")
     return (*command, *small, "--only", "resnet50", "--arms", "bf16,lightning_fp16") if small else command
+
+
+def _claims(small: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the command for all claims; in a rehearsal, for two."""
+    command = ("-m", "benchmarks.claims", "--out", OUT)
+    return (*command, *small, "--only", "clipping,bad_batch") if small else command
 
 
 def _exists(module: str) -> bool:

@@ -1,0 +1,68 @@
+"""Write the page: a table of all claims, then a section for each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from benchmarks._machine import Machine
+from benchmarks.claims._claim import Claim
+from benchmarks.claims._record import Record
+
+_BEGIN = """\
+# Claims about mixed precision
+
+`python -m benchmarks.claims` measures what articles and papers claim. The figures decide the verdict: *reproduced*,
+*not reproduced*, *depends* (it holds in some cases), *undecided* (the threshold lies inside the interval), or *needs a
+GPU*. All models are small: a verdict holds for the stated protocol only. Training and rounding have eight seeds, with
+95 % confidence intervals of the mean. `--again --only NAME` repeats one claim."""
+
+_REHEARSAL = "**A rehearsal (`--tiny`): its figures mean nothing.**"
+
+
+def page(claims: Mapping[str, Claim], records: Sequence[Record]) -> str:
+    """Write the page in Markdown; of several records of a claim on one kind of device the newest counts."""
+    newest = {(record.name, record.device_type): record for record in records}
+    rows = {name: [r for kind in ("cpu", "cuda") if (r := newest.get((name, kind)))] for name in claims}
+    rows = {name: _shown(found) for name, found in rows.items()}
+    shown = [record for found in rows.values() for record in found]
+    machines = dict.fromkeys(record.machine for record in shown)
+    table = [f"| {claims[r.name].title} | {r.verdict} | {_cell(r.figure)} | {_where(r)} |" for r in shown]
+    head = ["| claim | verdict | figure | where |", "|---|---|---|---|"]
+    counts = ", ".join(f"{verdict} {num}" for verdict, num in Counter(r.verdict for r in shown).most_common())
+    lines = [_BEGIN, "", *(_machine(machine, shown) for machine in machines), ""]
+    lines += [f"Rows: {counts}.", "", *head, *table, ""] if shown else ["No claim has been run.", ""]
+    for name, claim in claims.items():
+        lines += _section(name, claim, rows[name])
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _shown(records: Sequence[Record]) -> Sequence[Record]:
+    """Return the records that the page shows: a GPU answers what needs one, and what is equal on both is one row."""
+    measured = [record for record in records if record.verdict != "needs a GPU"] or records
+    equal = len({(record.verdict, record.figure) for record in measured}) == 1
+    return measured[:1] if equal else measured
+
+
+def _machine(machine: Machine, records: Sequence[Record]) -> str:
+    dates = sorted({record.date for record in records if record.machine == machine})
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    mark = f"{_REHEARSAL} " if machine.tiny else ""
+    return f"{mark}Measured {when} on {machine.device}, with {', '.join(machine.versions)}."
+
+
+def _section(name: str, claim: Claim, records: Sequence[Record]) -> Iterable[str]:
+    yield from (f"## {claim.title}", "", f"{claim.source}. {claim.protocol}")
+    for record in records:
+        if record.details:
+            yield f"{_cell(record.details)}"
+    full = "python -m benchmarks.claims " if any(record.verdict == "needs a GPU" for record in records) else ""
+    yield from ("", f"`{full}--only {name}`", "")
+
+
+def _where(record: Record) -> str:
+    return "CPU" if record.device_type == "cpu" else record.machine.device.partition(" (")[0]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "\\<")
