@@ -40,6 +40,7 @@ _FOLDER_OF = {
     "find_batch_size": "tune",
     "find_fp32_modules": "tune",
 }
+_ELSEWHERE = {"ScaledSteps": "scaling", "fp32_region": "precision", "scaled_grad": "precision"}
 _PLAIN = ("scaling", "findings")  # they know nothing of Lightning
 __all__ = ["__version__", *_FOLDER_OF]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -57,14 +58,13 @@ def __getattr__(name: str) -> _typing.Any:
 def _load(name: str) -> _typing.Any:
     """Import a public name or a folder over either of the two kinds of Lightning.
 
-    A public name of a folder is an `ImportError` that says where it is: Python's `from lightning_amp import name`
+    Three names of folders are an `ImportError` that says where they are: Python's `from lightning_amp import name`
     drops the text of an `AttributeError`.
     """
+    if name in _ELSEWHERE:
+        raise ImportError(f"`{name}` is in a folder: write `from {__name__}.{_ELSEWHERE[name]} import {name}`.")
     path = f"{__name__}.{_FOLDER_OF.get(name, name)}"
     if _util.find_spec(path) is None:
-        for folder in [] if name.startswith("_") else dict.fromkeys([*_FOLDER_OF.values(), "reports"]):
-            if name in _importlib.import_module(f"{__name__}.{folder}").__all__:
-                raise ImportError(f"`{name}` is in a folder: write `from {__name__}.{folder} import {name}`.")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _importlib.import_module(path)
     return getattr(module, name) if name in _FOLDER_OF else module

@@ -1,9 +1,9 @@
-"""Write the page: a table of all claims, then a section for each."""
+"""Write the page: a table of all claims, then one of their sources and protocols."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks._machine import Machine
 from benchmarks.claims._claim import Claim
@@ -15,7 +15,8 @@ _BEGIN = """\
 `python -m benchmarks.claims` measures what articles and papers claim. The figures decide the verdict: *reproduced*,
 *not reproduced*, *depends* (it holds in some cases), *undecided* (the threshold lies inside the interval), or *needs a
 GPU*. All models are small: a verdict holds for the stated protocol only. Training and rounding have eight seeds, with
-95 % confidence intervals of the mean. `--again --only NAME` repeats one claim."""
+95 % confidence intervals of the mean. `--again --only NAME` repeats one claim. On a machine with a GPU the same command
+measures what needs one."""
 
 _REHEARSAL = "**A rehearsal (`--tiny`): its figures mean nothing.**"
 
@@ -27,13 +28,13 @@ def page(claims: Mapping[str, Claim], records: Sequence[Record]) -> str:
     rows = {name: _shown(found) for name, found in rows.items()}
     shown = [record for found in rows.values() for record in found]
     machines = dict.fromkeys(record.machine for record in shown)
-    table = [f"| {claims[r.name].title} | {r.verdict} | {_cell(r.figure)} | {_where(r)} |" for r in shown]
-    head = ["| claim | verdict | figure | where |", "|---|---|---|---|"]
+    table = [f"| {claims[r.name].title} | {r.verdict} | {_cell(r.figure)} | {_where(r)} | `{r.name}` |" for r in shown]
+    head = ["| claim | verdict | figure | where | name |", "|---|---|---|---|---|"]
     counts = ", ".join(f"{verdict} {num}" for verdict, num in Counter(r.verdict for r in shown).most_common())
     lines = [_BEGIN, "", *(_machine(machine, shown) for machine in machines), ""]
     lines += [f"Rows: {counts}.", "", *head, *table, ""] if shown else ["No claim has been run.", ""]
-    for name, claim in claims.items():
-        lines += _section(name, claim, rows[name])
+    lines += ["| name | source | protocol |", "|---|---|---|"]
+    lines += [_protocol(name, claim, rows[name]) for name, claim in claims.items()]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -51,13 +52,9 @@ def _machine(machine: Machine, records: Sequence[Record]) -> str:
     return f"{mark}Measured {when} on {machine.device}, with {', '.join(machine.versions)}."
 
 
-def _section(name: str, claim: Claim, records: Sequence[Record]) -> Iterable[str]:
-    yield from (f"## {claim.title}", "", f"{claim.source}. {claim.protocol}")
-    for record in records:
-        if record.details:
-            yield f"{_cell(record.details)}"
-    full = "python -m benchmarks.claims " if any(record.verdict == "needs a GPU" for record in records) else ""
-    yield from ("", f"`{full}--only {name}`", "")
+def _protocol(name: str, claim: Claim, records: Sequence[Record]) -> str:
+    details = "".join(f" {record.details}" for record in records if record.details)
+    return f"| `{name}` | {claim.source} | {_cell(claim.protocol + details)} |"
 
 
 def _where(record: Record) -> str:

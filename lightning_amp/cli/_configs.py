@@ -1,4 +1,4 @@
-"""What a command line says about the user's classes before Lightning is imported: the YAML files, and the kind."""
+"""Read a command line's YAML files, and choose the kind of Lightning by the user's classes before importing it."""
 
 from __future__ import annotations
 

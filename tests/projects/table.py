@@ -58,7 +58,7 @@ def page(results: list[Result]) -> str:
     if others:
         errors = " and ".join(f"{error:.2g} in {p}" for p, error in worst.items())
         names = ", ".join(f"`{r.project}`" for r in others)
-        lines += ["", f"Nothing fails in the other {len(others)}, whose errors are at most {errors}: {names}."]
+        lines += ["", f"Nothing fails in the other {len(others)}, whose errors are at most {errors}:", "", f"> {names}"]
     return "\n".join(lines).rstrip() + "\n"
 
 

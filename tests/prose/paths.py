@@ -36,6 +36,8 @@ def missing(text: str) -> Iterator[str]:
 
 def resolves(name: str) -> bool:
     """Whether a dotted name is a module, or an attribute of a module or of a class in one."""
+    if name == "lightning_amp.pytorch_lightning":  # a process has one kind of Lightning
+        return True
     found, *attributes = name.split(".")
     value: object = importlib.import_module(found)
     for attribute in attributes:

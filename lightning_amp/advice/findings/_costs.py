@@ -110,7 +110,7 @@ def _tried(step: Step, label: Label, code: str, text: str, action: str) -> Findi
         return Finding("warning", code, f"{text}; with `{label}`, tried here: {found}.", action, 1 - 1 / found.ratio)
     if found is None or found.claim in ("undecided", "one run"):
         text += f"; with `{label}`, tried here: {found}." if found is not None else f"; `{label}` was not timed."
-        return Finding("note", code, text, f"The race is undecided. Time `{label}` by itself, on a quiet machine.")
+        return Finding("note", code, text, f"Time `{label}` by itself, on a quiet machine.")
     text += f"; with `{label}`, tried here: {found}."
     return Finding("note", code, text, f"Leave it as it is: `{label}` gains less than 5 % here.")
 

@@ -13,7 +13,9 @@ from support.approved import assert_approved
 from support.cli_classes import Net, Rows
 from support.synthetic import compared as report_of
 
+import lightning_amp.advice
 import lightning_amp.compare
+import lightning_amp.tune
 from lightning_amp.compare import CONTROL, PrecisionReport, Run
 from lightning_amp.tune import BatchSizeResult, BatchSizes, Measurement, NothingHelps
 
@@ -195,7 +197,7 @@ class Findings:
 
 @pytest.mark.parametrize(("severities", "status"), [(["note", "ok"], 0), (["warning"], 1), (["error", "ok"], 1)])
 def test_doctor_for_this_machine(severities: list[str], status: int, command: Any, stand_in: Any) -> None:
-    asked = stand_in("doctor", Findings(*severities))
+    asked = stand_in("doctor", Findings(*severities), owner=lightning_amp.advice)
     done = command("doctor", "--precision", "bf16", "--device", "cpu", "--json", "x.json")
     assert done == (status, "All is well.\n", "")
     assert asked.calls == [{"precision": "bf16", "device": "cpu"}]
@@ -203,7 +205,7 @@ def test_doctor_for_this_machine(severities: list[str], status: int, command: An
 
 
 def test_doctor_for_a_module(command: Any, stand_in: Any) -> None:
-    asked = stand_in("doctor", Findings())
+    asked = stand_in("doctor", Findings(), owner=lightning_amp.advice)
     Path("config.yaml").write_text("seed_everything: 7\nmodel: {width: 4}\n")
     options = [*BOTH[:2], *BOTH[4:], "--config", "config.yaml", "--trainer.callbacks+=support.cli_classes.Counter"]
     assert command("doctor", *options)[0] == 0
@@ -228,7 +230,7 @@ FAILED = BatchSizeResult(0, math.nan, math.nan, None, "KeyError", (), "KeyError"
 
 @pytest.mark.parametrize(("results", "status"), [({"fp32": FITS}, 0), ({"fp32": FITS, "bf16": FAILED}, 1)])
 def test_batch_size(results: Any, status: int, command: Any, stand_in: Any) -> None:
-    found = stand_in("find_batch_size", BatchSizes(results))
+    found = stand_in("find_batch_size", BatchSizes(results), owner=lightning_amp.tune)
     assert command("batch-size", *BOTH) == (status, found.outcome.to_markdown(), "")
     options = ["--precisions", "fp32", "fp8", "--memory-limit-gib", "4.5", "--json", "x.json"]
     assert command("batch-size", *options, *BOTH, "--trainer.accumulate_grad_batches=2")[0] == status
@@ -254,7 +256,7 @@ def test_errors(error: BaseException, status: int, line: str, command: Any, monk
     def raises(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(lightning_amp, "find_batch_size", raises)
+    monkeypatch.setattr(lightning_amp.tune, "find_batch_size", raises)
     assert command("batch-size", *BOTH) == (status, "", f"lightning-amp batch-size: {line}\n")
 
 
@@ -283,7 +285,7 @@ NOTHING = Rules(message="Nothing needs fp32.")
     ],
 )  # fmt: skip
 def test_fp32_modules(outcome: Any, status: int, text: str, rules: Any, command: Any, stand_in: Any) -> None:
-    searched = stand_in("find_fp32_modules", outcome)
+    searched = stand_in("find_fp32_modules", outcome, owner=lightning_amp.tune)
     assert command("fp32-modules", *BOTH, "--tolerance=1e-2", "--json", "x.json") == (status, text, "")
     (call,) = searched.calls
     assert (call["precision"], call["tolerance"]) == ("fp16", 0.01)
