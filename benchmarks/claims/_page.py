@@ -28,8 +28,11 @@ def page(claims: Mapping[str, Claim], records: Sequence[Record]) -> str:
     rows = {name: _shown(found) for name, found in rows.items()}
     shown = [record for found in rows.values() for record in found]
     machines = dict.fromkeys(record.machine for record in shown)
-    table = [f"| {claims[r.name].title} | {r.verdict} | {_cell(r.figure)} | {_where(r)} | `{r.name}` |" for r in shown]
-    head = ["| claim | verdict | figure | where | name |", "|---|---|---|---|---|"]
+    places = len({r.device_type for r in shown}) > 1
+    table = [
+        f"| {claims[r.name].title} | {r.verdict} | {_cell(r.figure)} |{_where(r) if places else ''}" for r in shown
+    ]
+    head = ["| claim | verdict | figure |" + " where |" * places, "|---|---|---|" + "---|" * places]
     counts = ", ".join(f"{verdict} {num}" for verdict, num in Counter(r.verdict for r in shown).most_common())
     lines = [_BEGIN, "", *(_machine(machine, shown) for machine in machines), ""]
     lines += [f"Rows: {counts}.", "", *head, *table, ""] if shown else ["No claim has been run.", ""]
@@ -58,7 +61,7 @@ def _protocol(name: str, claim: Claim, records: Sequence[Record]) -> str:
 
 
 def _where(record: Record) -> str:
-    return "CPU" if record.device_type == "cpu" else record.machine.device.partition(" (")[0]
+    return f" {'CPU' if record.device_type == 'cpu' else record.machine.device.partition(' (')[0]} |"
 
 
 def _cell(text: str) -> str:
