@@ -67,9 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases beyond `few` as slow, skip tests about CPUs on other devices, and tests that need a real device on
-    a pretended one.
-    """
+    """Mark the cases beyond `few` as slow, and skip tests that this device does not run."""
     for every in _cases_of_each(items):
         if mark := every[0].get_closest_marker("few"):
             quick = set(_spread(every, mark.args[0]))

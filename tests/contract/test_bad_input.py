@@ -91,7 +91,3 @@ def test_a_folder_that_nobody_could_write_to(callback: Any, monkeypatch: pytest.
 def test_skip_nonfinite_is_a_bool() -> None:
     with pytest.raises(ValueError, match="`skip_nonfinite`"):
         AmpPrecision("bf16", skip_nonfinite=1)  # type: ignore[arg-type]
-
-
-def test_a_read_only_trainer_is_left_alone() -> None:
-    assert isinstance(quiet_trainer(plugins=[AmpPrecision()]), L.Trainer)

@@ -11,10 +11,7 @@ from support.launch import launch, launch_once, shared_folder
 
 SCRIPT = Path(__file__).parent / "second_run_failures.py"
 HEALTHY = ["nothing fails", "ddp, nothing fails"]
-FEW = [
-    "late error, ranks (1,)",
-    "ddp, memory, ranks (1,)",
-]
+FEW = ["late error, ranks (1,)", "ddp, memory, ranks (1,)"]
 ALL = [
     f"{ddp}{how}, ranks {ranks}"
     for ddp in ("", "ddp, ")

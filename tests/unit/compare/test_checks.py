@@ -30,9 +30,7 @@ class Unsendable(MixedPrecision):
         return "Unsendable()"
 
 
-class Locked(L.Callback):
-    """Cannot be pickled."""
-
+class Locked(L.Callback):  # cannot be pickled
     def __init__(self) -> None:
         self.lock = threading.Lock()
 
