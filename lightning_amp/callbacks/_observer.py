@@ -36,14 +36,14 @@ class _Key:
     def __get__(self, callback: Any, owner: type) -> str:
         if callback is None:
             raise AttributeError(f"`callbacks` has the class `{owner.__name__}`: write `{owner.__name__}()`.")
-        return super(Observer, callback).state_key
+        return owner.__qualname__  # as Lightning's own does
 
 
 class Observer(Callback):
     """A callback whose results belong to one Trainer: another one begins anew, as for k folds."""
 
     dirpath: Path | str | None = None
-    state_key = _Key()  # pyright: ignore[reportAssignmentType]
+    state_key = _Key()  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def __init__(self) -> None:
         self._last_trainer = LastTrainer()
