@@ -1,6 +1,6 @@
 """The names of `lightning_amp` for `pytorch_lightning` and `lightning_fabric`, instead of `lightning`.
 
-.. code-block:: python
+::
 
     import pytorch_lightning as pl
     from lightning_amp.pytorch_lightning import AmpPrecision, ScaleMonitor
