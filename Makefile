@@ -59,7 +59,7 @@ test-versions: $(VENV)/.versions
 
 # Writes the printed texts in tests/approved anew; then read `git diff`.
 approve: $(VENV)/.test
-	@APPROVE=1 $(BIN)/python -m pytest -q -n $(WORKERS) $$(grep -rl assert_approved tests/unit)
+	@APPROVE=1 $(BIN)/python -m pytest -q -n $(WORKERS) $$(grep -rlE "assert_(approved|refused)" tests/unit)
 
 # Plants a fault at a time in a copy of the package; each must make a test fail.
 test-mutations: $(VENV)/.test
