@@ -17,6 +17,7 @@ from typing_extensions import final
 
 from lightning_amp._compat import _names
 from lightning_amp._cpu_name import cpu_name
+from lightning_amp._text import counted
 from lightning_amp.casting import Choice, cpu_has, has_bf16_units, runnable
 from lightning_amp.measure import DeviceClock, SpeedComparison, in_rounds
 from lightning_amp.tracing import fp32_switches, full_precision, reduces_fp32
@@ -254,7 +255,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
-    return f"{cpu_name()}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+    return f"{cpu_name()}, {counted(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else device.type
 
 
 def _memory_bytes(device: torch.device) -> int:
