@@ -20,11 +20,16 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+cpu_torch = pytest.mark.skipif(torch.version.cuda is not None, reason="the device is compiled for a CPU-only torch")
+
+
+@cpu_torch
 def test_no_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build.build("cuda") == "there is no C++ compiler (no-such-compiler)"
 
 
+@cpu_torch
 def test_headers_that_are_different_are_one_line_and_leave_nothing(
     empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -325,7 +325,9 @@ def unsynchronised() -> Any:
     """FSDP2 keeps gradients of backwards without synchronisation elsewhere, while other steps move the scale."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    a, b = (fully_shard(nn.Linear(8, 4), mesh=mesh) for _ in range(2))
+    a, b = (nn.Linear(8, 4) for _ in range(2))
+    for module in (a, b):
+        shard(module, mesh, MixedPrecisionPolicy())
     one, two = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (a, b))
     steps = ScaledSteps(DynamicLossScaler(init_scale=1024.0, growth_interval=1), [one, two])
     x = torch.full((2, 8), 0.5)

@@ -366,11 +366,11 @@ def test_a_test_of_a_checkpoint_changes_no_account(tmp_path: Path, caplog: pytes
     trainer.fit_loop.max_epochs = 3  # type: ignore[attr-defined]
     trainer.fit(net, rows(2))
     before = (plugin.num_steps, plugin.num_skipped, plugin.scaler.get_scale())  # type: ignore[union-attr]
-    trainer.test(net, rows(1), ckpt_path=tmp_path / "early.ckpt", verbose=False, weights_only=False)
+    trainer.test(net, rows(1), ckpt_path=tmp_path / "early.ckpt", verbose=False)
     assert (plugin.num_steps, plugin.num_skipped, plugin.scaler.get_scale()) == before  # type: ignore[union-attr]
     caplog.clear()
     other = quiet_trainer(plugins=[AmpPrecision("fp32")])
-    other.test(Net(None, one_sgd), rows(1), ckpt_path=tmp_path / "early.ckpt", verbose=False, weights_only=False)
+    other.test(Net(None, one_sgd), rows(1), ckpt_path=tmp_path / "early.ckpt", verbose=False)
     assert "training goes on" not in caplog.text
 
 
