@@ -58,4 +58,4 @@ def unsynchronised_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     params = [param for group in groups for param in group.fsdp_params if id(param.sharded_param) in mine]
     whole = [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in params]
     kept = [*(param.unsharded_accumulated_grad for param in params), *whole]
-    return [local(gradient) for gradient in kept if gradient is not None]
+    return [local(gradient) for gradient in {id(g): g for g in kept if g is not None}.values()]  # torch 2.15 has one

@@ -14,6 +14,7 @@ from lightning_amp._compat import _sharding
 from lightning_amp._compat._names import FSDPStrategy, ModelParallelStrategy, Trainer
 
 _ABSENT: Any = object()
+_ACCUMULATED = "unsharded_accumulated_grad"
 
 
 def is_sharded(trainer: Trainer) -> bool:
@@ -237,8 +238,10 @@ class Fsdp2:
                 replace(aside, group.comm_ctx, post_forward_order=[])
                 replace(aside, group, _post_forward_indices=[], reduce_grads=True, all_reduce_grads=True)
                 replace(aside, group, reshard_after_backward=True, _partial_reduce_output=None)
+                replace(aside, group, _post_backward_pending=False, _partial_reduce_output_layout={})
             for param in self._params:
-                replace(aside, param, unsharded_accumulated_grad=None)
+                if _ACCUMULATED in vars(param):  # a newer torch leaves it in the gathered weight
+                    replace(aside, param, **{_ACCUMULATED: None})
                 replace(aside, getattr(param, "_unsharded_param", None), grad=None)
             aside.callback(self.settle)
             yield
@@ -269,16 +272,18 @@ class Fsdp2:
                 group.finalize_backward()
                 group.comm_ctx.post_forward_order.clear()
             group._training_state = type(group._training_state).IDLE
+            group._post_backward_pending = False
             group._to_sharded()
         for param in self._params:
-            param.unsharded_accumulated_grad = None
+            if _ACCUMULATED in vars(param):
+                setattr(param, _ACCUMULATED, None)
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
 
     @property
     def casts(self) -> bool:
         """Return whether gathered parameters are in half precision, or a `MixedPrecisionPolicy` changes dtypes."""
-        policies = [owner.mp_policy for owner in self._groups] + [state._mp_policy for state in self._states]
+        policies = [param.mp_policy for param in self._params] + [state._mp_policy for state in self._states]
         changes = any((p.param_dtype, p.reduce_dtype, p.output_dtype) != (None, None, None) for p in policies)
         return changes or any(map(_in_half, self._groups))
 
@@ -299,9 +304,10 @@ class Fsdp2:
                 replace(gathering, state, _mp_policy=plain)
             for group in self._groups:
                 gathering.callback(group._init_mp_dtypes)
-                replace(gathering, group, mp_policy=upcast if _in_half(group) else plain)
+                policy = upcast if _in_half(group) else plain
+                replace(gathering, group, mp_policy=policy)  # up to torch 2.14
                 for param in group.fsdp_params:
-                    replace(gathering, param, all_gather_outputs=[], _unsharded_param=_ABSENT)
+                    replace(gathering, param, mp_policy=policy, all_gather_outputs=[], _unsharded_param=_ABSENT)
                 group._init_mp_dtypes()
             gathering.callback(self.settle)
             yield
