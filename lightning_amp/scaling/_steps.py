@@ -347,6 +347,7 @@ class OptimizerSteps:
         except SkipStep as reason:
             if reason is not leave:
                 raise
+            reason.__traceback__ = None  # its frames would keep the batch until the next garbage collection
             if undo is not None:
                 undo()
             output = result

@@ -119,6 +119,8 @@ class Shadow:
         """Remove the references between module and view, to free memory before the next garbage collection."""
         if self.exchange is None:
             self.module.trainer = None
+            for part in self.module.modules():
+                vars(part).pop("forward", None)  # of `fp32_modules`, which refers to its module
         vars(self.view.strategy).clear()
         vars(self.view).clear()
 

@@ -54,8 +54,7 @@ class StepWatch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        frame = inspect.currentframe()
-        caller = None if frame is None else frame.f_back
+        caller: FrameType | None = getattr(inspect.currentframe(), "f_back", None)
         if func is Tensor.backward:
             self.before_backward()
         elif caller is not None and caller.f_code.co_filename == _CLIPPING and self._factor != 1:

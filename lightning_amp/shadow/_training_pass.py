@@ -83,7 +83,8 @@ class TrainingPass:
             # Parameters correspond by position, because a parameter that two modules share is also shared in the copy.
             twins = dict(zip(module.parameters(), self.module.parameters(), strict=True))
             self._real = {*twins, *optimized}.difference(twins.values())
-            for stand_in in (*stand_ins["_lightning_optimizers"], *stand_ins["optimizers"]):
+            self._stand_ins = [*stand_ins["_lightning_optimizers"], *stand_ins["optimizers"]]
+            for stand_in in self._stand_ins:
                 groups = [
                     {**group, "params": [twins[p] for p in group["params"] if p in twins]}
                     for group in stand_in.param_groups
@@ -182,9 +183,12 @@ class TrainingPass:
             parameter.grad = None
 
     def close(self) -> None:
-        """Free the shadow."""
+        """Free the shadow, and circular references, which would keep its tensors until the next garbage collection."""
         self.forget_gradients()
         self._undo.close()
+        self._trace = self._step_watch = None
+        for stand_in in self._stand_ins:
+            vars(stand_in).update(step=NOTHING, zero_grad=NOTHING, toggle_model=NOTHING, optimizer=None)
 
     # --- stand-ins for optimizers and strategy ---
 

@@ -96,8 +96,12 @@ def called_by_optimizer() -> bool:
 
 
 def _frames(boundary: str) -> Iterator[FrameType]:
-    """Iterate over the frames from here outwards, up to the file `boundary`."""
-    frame = inspect.currentframe()
+    """Iterate over the frames outside of this file outwards, up to the file `boundary`.
+
+    A frame of this file would refer to itself, and keep the tensors of its callers until the next garbage collection.
+    """
+    frame = getattr(inspect.currentframe(), "f_back", None)
     while frame is not None and frame.f_code.co_filename != boundary:
-        yield frame
+        if frame.f_code.co_filename != __file__:
+            yield frame
         frame = frame.f_back

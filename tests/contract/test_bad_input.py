@@ -36,7 +36,7 @@ def test_plugin_and_precision() -> None:
         ({"callbacks": [AmpPrecision("bf16")]}, r"is a plugin, not a callback: write `plugins=\[AmpPrecision"),
     ],
 )
-@pytest.mark.skipif(L.__version__ < "2.6", reason="Lightning 2.5 raises an error of its own before it reads `state_key`")
+@pytest.mark.skipif(L.__version__ < "2.6", reason="Lightning 2.5 raises its own error before it reads `state_key`")
 def test_a_class_or_the_wrong_list(kwargs: Any, says: str) -> None:
     with pytest.raises(Exception, match=says):
         L.Trainer(**QUIET | kwargs)

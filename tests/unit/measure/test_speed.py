@@ -114,4 +114,5 @@ def test_both_ends_of_an_interval_are_never_written_as_no_difference() -> None:
 @pytest.mark.parametrize("probability", [0.95, 0.975, 0.995])
 def test_the_quantile_is_scipys(probability: float, freedom: int) -> None:
     special = pytest.importorskip("scipy.special")
-    assert t_quantile(probability, freedom) == pytest.approx(special.stdtrit(freedom, probability), rel=1e-8)  # scipy 1.11 is exact to 2e-9
+    # scipy 1.11 is exact to 2e-9
+    assert t_quantile(probability, freedom) == pytest.approx(special.stdtrit(freedom, probability), rel=1e-8)
