@@ -301,8 +301,8 @@ class PrecisionReport:
     def _speed(self, label: str) -> tuple[SpeedComparison | None, str]:
         """Compare the times of runs that had a device of the same model for themselves; or return why there are none.
 
-        The control computes the same as the reference. If it is clearly faster or slower, the machine was busy during
-        one of them, and perhaps during any other arm. So every interval is widened by the control's ratio.
+        The control computes the same as the reference. If it is faster or slower, the machine was busy during one of
+        them, and perhaps during any other arm. So every interval is widened by the control's ratio.
         """
         ratios, why = list[float](), "no two runs finished with the same seed"
         for run, other in self._pairs(label):
@@ -320,7 +320,7 @@ class PrecisionReport:
             return None, why
         found = SpeedComparison.of(ratios, 1 - 2 * ALPHA)
         control = self._speed(CONTROL)[0] if self.plan.control and label != CONTROL else None
-        return (found.widened(control.ratio) if control is not None and control.differs else found), ""
+        return (found if control is None else found.widened(control.ratio)), ""
 
 
 def _logged(run: Run) -> tuple[tuple[float, ...], ...]:
