@@ -93,8 +93,7 @@ def require_extra(*modules: str) -> None:
         try:
             __import__(module)
         except ImportError as error:
-            advice = "run `pip install 'jsonargparse[signatures]' rich`, which is the extra `cli`"
-            raise UsageError(f"this needs {module}, which cannot be imported ({error}); {advice}") from error
+            raise UsageError(f"run `pip install 'lightning_amp[cli]'`: {module} is missing ({error})") from error
 
 
 def show(markdown: str) -> None:
