@@ -160,7 +160,7 @@ class Recorder:
         operation = Operation(
             str(packet).removeprefix("aten."),
             part,
-            self._stack[-1][0] if self._stack else "",
+            (self._stack[-1][0] if self._stack else "") or type(self._module).__name__,
             in_fp32_module=any(is_fp32 for _, _, is_fp32 in self._stack),
             asked="" if part == BACKWARD else self._called.name,
             autocast=self._called.autocast,
