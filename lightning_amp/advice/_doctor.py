@@ -203,11 +203,8 @@ def _unaligned(step: Step, device: torch.device) -> Unaligned | None:
     if found is None or step.precision == "fp8":
         return found
     calls = {str(sizes): product_of(found.format, sizes, device) for sizes in (found.sizes, found.padded)}
-    own_s, padded_s = timed(calls, _PADDING_S).values()
+    own_s, padded_s = timed(calls, most_s=0.2).values()
     return replace(found, padded_speed=compare(padded_s, own_s))
-
-
-_PADDING_S = 0.2
 
 
 def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> torch.device:

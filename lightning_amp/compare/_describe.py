@@ -21,11 +21,8 @@ _MOST_NUMBERS = 64  # of a tensor; Lightning's callbacks hold tensors with one n
 def factory_name(factory: Any) -> str:
     """Return the name that a person would write: `Net`, `make_net`, `Net(width=64)`."""
     if isinstance(factory, partial):
-        arguments = [
-            *map(literal, factory.args),
-            *(f"{name}={literal(value)}" for name, value in factory.keywords.items()),
-        ]
-        return f"{factory_name(factory.func)}({', '.join(arguments)})"
+        named = (f"{name}={literal(value)}" for name, value in factory.keywords.items())
+        return f"{factory_name(factory.func)}({', '.join([*map(literal, factory.args), *named])})"
     name = getattr(factory, "__qualname__", None) or literal(factory)
     name = name.rpartition("<locals>.")[2].replace("<lambda>", "lambda")
     return re.sub(r"^(\w+\.)+(?=\w+\()", "", name)  # a factory of the command line names its classes with their modules

@@ -73,7 +73,7 @@ class Spec:
         return (FSDPAmpPrecision if sharded else AmpPrecision)(**self.source)
 
 
-def parse_arms(precisions: object, strategy: Any = "auto") -> dict[str, Spec]:
+def parse_arms(precisions: Any, strategy: Any = "auto") -> dict[str, Spec]:
     """Return the arms by label, in their order.
 
     Raises:
@@ -82,19 +82,16 @@ def parse_arms(precisions: object, strategy: Any = "auto") -> dict[str, Spec]:
 
     """
     rule = "a sequence of precisions, or a mapping from labels to them"
-    is_one = isinstance(precisions, (str, bytes, Precision)) or not isinstance(precisions, Iterable)
-    require(not isinstance(precisions, (set, frozenset)), "precisions", rule, precisions, "A set has no first one.")
-    require(
-        not is_one, "precisions", rule, precisions, f"Write `precisions=[{literal(precisions)}]`." if is_one else ""
-    )
-    assert isinstance(precisions, Iterable)
+    kinds = (str, bytes, set, frozenset, Precision)
+    fine = isinstance(precisions, Iterable) and not isinstance(precisions, kinds)
+    require(fine, "precisions", rule, precisions, "Write a list: `['fp32', 'bf16']`.")
     is_mapping = isinstance(precisions, Mapping)
     labelled = precisions.items() if is_mapping else [(_label(value), value) for value in precisions]
     require(bool(labelled), "precisions", f"{rule}, at least one", precisions)
     arms: dict[str, Spec] = {}
     for label, value in labelled:
-        require(isinstance(label, str) and bool(label.strip()), "precisions", "labelled by texts", label)
-        require(label != CONTROL, "precisions", f"labelled by other names than {CONTROL!r}", label)
+        fine = isinstance(label, str) and label.strip() not in ("", CONTROL)
+        require(fine, "precisions", f"labelled by texts other than {CONTROL!r}", label)
         if label in arms:
             advice = "a mapping gives each arm a label: `{'bf16, head in fp32': dict(precision='bf16', ...)}`"
             raise ValueError(f"`precisions` must have different labels, got {label!r} twice; {advice}.")

@@ -88,18 +88,14 @@ def _arm_cells(arm: Arm) -> dict[str, str]:
     in_ms = [] if times is None else [rounded(1e3 * time) for time in times]
     return {
         "speed": str(arm.speed) if arm.speed else f"not compared: {arm.not_compared}" if arm.not_compared else NONE,
-        "samples/s": NONE
-        if speeds is None
-        else f"{speeds.median:,.0f}"
-        if speeds.median >= 100
-        else rounded(speeds[1]),
+        "samples/s": NONE if speeds is None else rounded(speeds.median),
         "ms per step (middle half)": f"{in_ms[1]} ({in_ms[0]} to {in_ms[2]})" if in_ms else NONE,
         "peak memory": NONE if peak is None else memory(peak),
         "steps applied": f"{arm.num_steps:,}",
         "steps skipped": f"{arm.num_skipped:,}",
         "loss scale": ", ".join(dict.fromkeys(exact(scale) for scale in arm.final_scales)) or NONE,
         "products in": ", ".join(f"{100 * share:.0f} % {name}" for name, share in arm.matmul_flops.items()) or NONE,
-        "ran as": arm.ran_as or NONE,
+        "ran as": "; ".join(dict.fromkeys(run.precision for run in arm.finished)) or NONE,
     }
 
 
