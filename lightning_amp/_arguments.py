@@ -44,7 +44,7 @@ def checked_rules(name: str, rules: object, legal: str, example: str, base: type
     checked = tuple(cast(Iterable[Any], rules))
     for rule in checked:
         if rule == "" or not (isinstance(rule, str) or (isinstance(rule, type) and issubclass(rule, base or ()))):
-            raise ValueError(f"`{name}` must hold {legal}; got {rule!r}.")
+            raise ValueError(f"`{name}` must hold {legal}; got {literal(rule)}.")
     return checked
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -102,6 +103,12 @@ def write_atomically(
         new.replace(target)
     finally:
         new.unlink(missing_ok=True)
+
+
+def write_json(path: str | os.PathLike[str], data: Any) -> None:
+    """Write plain data, without NaN and infinities, as JSON. See :func:`write_atomically`."""
+    text = json.dumps(data, indent=1, allow_nan=False)
+    write_atomically(path, lambda file: file.write(f"{text}\n"))
 
 
 def _upload(file: Path, url: str) -> None:

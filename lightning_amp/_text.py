@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
+
+UNNAMED = re.compile(r"<[^<>]*?(\w+)(?: object)? at 0x\w+>|<class '(?:[^<>']*\.)?(\w+)'>")
+"""The `repr` of an object or a class without a name of its own."""
+
+_MOST_OF_A_VALUE = 120
 
 _PLAIN = range(-3, 11)  # exponents of powers of two that are easy to recognise: 0.125 to 1024
 
@@ -39,9 +45,15 @@ def rounded(value: float) -> str:
 
 
 def literal(value: object) -> str:
-    """Write a setting as in code: `2.0**16`, `0.5`, `2000`."""
+    """Write a value as in code: `2.0**16`, `0.5`, `2000`; a long one in one line that is cut off.
+
+    Names replace addresses and dotted paths.
+    """
     exponent = _exponent(value) if isinstance(value, float) else None
-    return repr(value) if exponent is None or exponent in _PLAIN else f"2.0**{exponent}"
+    if exponent is not None and exponent not in _PLAIN:
+        return f"2.0**{exponent}"
+    text = " ".join(UNNAMED.sub(lambda found: found[1] or found[2], repr(value)).split())
+    return text if len(text) <= _MOST_OF_A_VALUE else f"{text[: _MOST_OF_A_VALUE - 3]}..."
 
 
 def counted(count: int, noun: str) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from lightning_amp._arguments import require
 from lightning_amp._compat._names import LightningDataModule, LightningModule
+from lightning_amp._text import literal
 from lightning_amp.advice._machine import compare, examine, product_of, timed
 from lightning_amp.advice._race import Contestant, Track, race
 from lightning_amp.advice._report import DoctorReport
@@ -27,7 +28,7 @@ from lightning_amp.advice._step import (
 from lightning_amp.advice._watch import Watch
 from lightning_amp.advice.findings._products import unaligned_products
 from lightning_amp.casting import Choice, our_name
-from lightning_amp.compare import Progress, Spec, check_trainer_names, make_arm
+from lightning_amp.compare import Progress, Spec, check_factory, check_trainer_names, make_arm
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import (
     Batches,
@@ -104,10 +105,10 @@ def doctor(
         "Without a module the doctor looks at the machine alone.",
     )
     kwargs = check_trainer_names(trainer_kwargs, "looked at", "Pass it as `precision=`.")
-    for name, factory in (("make_module", make_module), ("make_data", make_data)):
-        rule = "callable without arguments: a class, or a function"
-        made = isinstance(factory, (LightningModule, LightningDataModule))
-        require(factory is None or (callable(factory) and not made), name, rule, factory, "Write `lambda: ...`.")
+    made = ("make_module", make_module, LightningModule), ("make_data", make_data, LightningDataModule)
+    for name, factory, kind in made:
+        if factory is not None:
+            check_factory(name, factory, kind, travels=False)
     arm = make_arm("precision", "precision", precision)
     where = _device(device, kwargs)
     given = our_name(arm.source.get("precision", "auto") if isinstance(arm.source, Mapping) else arm.source.precision)
@@ -202,11 +203,8 @@ def _unaligned(step: Step, device: torch.device) -> Unaligned | None:
     if found is None or step.precision == "fp8":
         return found
     calls = {str(sizes): product_of(found.format, sizes, device) for sizes in (found.sizes, found.padded)}
-    own_s, padded_s = timed(calls, _PADDING_S).values()
+    own_s, padded_s = timed(calls, most_s=0.2).values()
     return replace(found, padded_speed=compare(padded_s, own_s))
-
-
-_PADDING_S = 0.2
 
 
 def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> torch.device:
@@ -216,4 +214,4 @@ def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> tor
         return torch.empty(0, device=device).device
     except Exception as error:
         rule = "a device of this machine, such as 'cpu' or 'cuda:0'"
-        raise ValueError(f"`device` must be {rule}, got {device!r} ({error}).".replace("\n", " ")) from error
+        raise ValueError(f"`device` must be {rule}, got {literal(device)} ({error}).".replace("\n", " ")) from error

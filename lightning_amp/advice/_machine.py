@@ -124,7 +124,7 @@ def examine(device: torch.device, *, short: bool = False) -> Machine:
 
     """
     notes: list[str] = []
-    has_tf32 = _has_tf32(device)
+    has_tf32 = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
     names = ("fp32", *(["tf32"] if has_tf32 else []), "bf16", "fp16", "fp8")
     formats = tuple(Format(name, *support_of(name, device)) for name in names)
     sizes = (_SHORT_SIZES if short else _SIZES)["cuda" if device.type == "cuda" else "other"]
@@ -244,10 +244,6 @@ def support_of(name: str, device: torch.device) -> tuple[Support, str]:
     if (name == "bf16" and not has_bf16_units(device)) or (name == "fp16" and major < 7):
         return "emulated", f"sm_{major}{minor} has no {name} matrix units, whatever torch says"
     return "native", "matrix units"
-
-
-def _has_tf32(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def device_name(device: torch.device) -> str:

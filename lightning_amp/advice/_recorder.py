@@ -86,7 +86,6 @@ class Recorder:
         self._stack: list[tuple[str, nn.Module, bool]] = []
         self._clock = DeviceClock(device)
         self._open = contextlib.ExitStack()
-        self._is_open = False
 
     def __enter__(self) -> Recorder:
         for full_name, module in self._module.named_modules():
@@ -98,21 +97,18 @@ class Recorder:
         self._open.enter_context(torch.compiler.set_stance("force_eager"))
         self._open.enter_context(_Functions(self))
         self._open.enter_context(_Operations(self))
-        self._is_open = True
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._open.close()
 
     def close(self) -> Recording:
         """Stop watching, and return the record."""
-        if self._is_open:
-            self._is_open = False
-            self._open.close()
-            seconds = [self._clock.seconds(*marks) for marks in self._times]
-            self._operations = [replace(o, seconds=s) for o, s in zip(self._operations, seconds, strict=True)]
+        self._open.close()
+        seconds = [self._clock.seconds(*marks) for marks in self._times]
+        operations = tuple(replace(o, seconds=s) for o, s in zip(self._operations, seconds, strict=True))
         waits = tuple(Wait(where, what, count) for (where, what), count in self._waits.most_common())
-        return Recording(tuple(self._operations), tuple(self._losses), waits)
+        return Recording(operations, tuple(self._losses), waits)
 
     # -- the caller ----------------------------------------------------------------------------------------------------
 
@@ -160,7 +156,7 @@ class Recorder:
         operation = Operation(
             str(packet).removeprefix("aten."),
             part,
-            self._stack[-1][0] if self._stack else "",
+            (self._stack[-1][0] if self._stack else "") or type(self._module).__name__,
             in_fp32_module=any(is_fp32 for _, _, is_fp32 in self._stack),
             asked="" if part == BACKWARD else self._called.name,
             autocast=self._called.autocast,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -11,7 +10,7 @@ from statistics import median
 
 from typing_extensions import final, override
 
-from lightning_amp._files import write_atomically
+from lightning_amp._files import write_json
 from lightning_amp._plain_data import Table, plain
 from lightning_amp._text import counted, memory, percent, rounded
 from lightning_amp.advice._machine import Machine
@@ -101,12 +100,11 @@ class DoctorReport:
             for f in self.findings
         ]
         title = self.machine.device if self.step is None else f"{self.step.plugin} on {self.machine.device}"
-        return "\n\n".join([f"# {title}", self.headline, "\n".join(lines), *map(str, self._details())]) + "\n"
-
-    def _details(self) -> Iterator[str | Table]:
-        if self.step is not None:
-            yield from _of_step(self.step, self.machine)
-        yield from _of_machine(self.machine, with_traps=self.step is None)
+        details = [
+            *(_of_step(self.step, self.machine) if self.step else ()),
+            *_of_machine(self.machine, self.step is None),
+        ]
+        return "\n\n".join([f"# {title}", self.headline, "\n".join(lines), *map(str, details)]) + "\n"
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the findings and all measurements to a path or a URL. NaN and infinities become texts."""
@@ -124,7 +122,7 @@ class DoctorReport:
                 "step": step,
             }
         )
-        write_atomically(path, lambda file: file.write(json.dumps(data, indent=1, allow_nan=False)))
+        write_json(path, data)
 
 
 _NO_FASTER = "no half precision is measured to be faster"
@@ -152,16 +150,10 @@ def _of_step(step: Step, machine: Machine) -> Iterator[str | Table]:
         rows = [(part, duration(seconds), percent(seconds / step.seconds)) for part, seconds in parts]
         mean = f"mean of {counted(step.num_timed, 'step')}"
         yield Table(("part", "time", "share"), [*rows, ("all", duration(step.seconds), mean)])
-    rows = [
-        (
-            {AS_IT_IS: f"{AS_IT_IS}: {step.precision}", IN_FP32: "in fp32"}.get(v.label, v.label),
-            duration(median(v.step_s)),
-            "" if v.label == AS_IT_IS else str(step.gain(v.label) or "noise: more than this change can gain"),
-        )
-        for v in step.variants
-        if v.step_s
-    ]
-    if rows:
+    noise = "noise: more than this change can gain"
+    timed = [(v.label, duration(median(v.step_s)), step.gain(v.label) or noise) for v in step.variants if v.step_s]
+    if timed:
+        rows = [(label, time, "" if label == AS_IT_IS else str(gain)) for label, time, gain in timed]
         yield Table(("the same step later, in turns, without its data", "time", "against as it is"), rows)
     products, share = machine.speed(step.precision), product_share(step, machine)
     if products is not None and products.claim == "faster" and share:
@@ -190,7 +182,7 @@ def _of_step(step: Step, machine: Machine) -> Iterator[str | Table]:
     yield from (f"- not measured: {v.label}: {v.error}" for v in step.variants if v.error)
 
 
-def _of_machine(machine: Machine, *, with_traps: bool) -> Iterator[str | Table]:
+def _of_machine(machine: Machine, with_traps: bool) -> Iterator[str | Table]:
     yield "## The machine"
     sizes = sorted({product.size for product in machine.products})
     rates = {(product.format, product.size): rounded(product.tflops) for product in machine.products}

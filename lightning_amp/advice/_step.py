@@ -46,7 +46,7 @@ class Operation:
 
     Attributes:
         part: The part of the step: `"forward"`, `"backward"`, `"optimizer"`, ...
-        module: The innermost module whose forward was running; empty for the root module and outside of all modules.
+        module: The innermost module whose forward was running; the root module, and code outside of all, by its class.
         asked: The torch function that the caller used: `"torch.nn.functional.linear"`; empty in a backward.
         autocast: Whether autocast was on where that function was called.
         place: The user's line that caused a cast, or a product in fp32.

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils import _foreach_utils
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import final, override
 
@@ -129,9 +130,8 @@ class Watch(Callback):
         self._timer = PartTimer(device)
         self._phase: Literal["settling", "timed", "recorded", "done"] = "settling"
         self._num_batches = self._num_recorded = self._num_timed = self._batch_size = 0
-        self._peak_bytes = self._others_bytes = self._gradient_bytes = self._state_bytes = 0
+        self._peak_bytes = self._others_bytes = self._gradient_bytes = self._state_bytes = self._num_skipped = 0
         self._began_s = 0.0
-        self._skips: list[int] = []
         self._loss: Tensor | None = None
         self._seconds: Mapping[str, float] = {}
         self._installed = ExitStack()
@@ -214,8 +214,11 @@ class Watch(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._batch_size = self._batch_size or num_rows(batch) or 0
         self._began_s = self._began_s or time.perf_counter()
-        if self._phase == "recorded" and _ends_a_step(trainer, pl_module, batch_idx):
-            kept = _fp32_modules(trainer, pl_module)
+        is_last = trainer.is_last_batch or (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if self._phase == "recorded" and (is_last or not pl_module.automatic_optimization):
+            rules = getattr(trainer.precision_plugin, "fp32_modules", ())
+            matched = modules_matching(pl_module, rules).values()
+            kept = [inner for module in matched for inner in module.modules()]
             recorder = Recorder(pl_module, self._where, kept, lambda: self._timer.part, self._boundary)
             self._recorder = self._installed.enter_context(recorder)
 
@@ -238,7 +241,7 @@ class Watch(Callback):
                 self._peak_bytes = (self._memory.close() or 0) - self._others_bytes
                 states = (t for optimizer in trainer.optimizers for _, t in tensors_in(list(optimizer.state.values())))
                 self._state_bytes = num_bytes(states)
-                self._skips = [_num_skipped(trainer)]
+                self._num_skipped = getattr(trainer.precision_plugin, "num_skipped", 0)
                 self._phase = "timed" if self._timed and not is_settling(trainer) else "recorded"
                 self._began_s = time.perf_counter()
                 self._timer.start()
@@ -271,7 +274,7 @@ class Watch(Callback):
             is_stream = isinstance(loader.dataset, IterableDataset)
             loading = Loading(loader.num_workers, loader.persistent_workers, is_stream=is_stream)
         weights = num_bytes([*module.parameters(), *module.buffers()])
-        num_bad = _num_skipped(trainer) - self._skips[0]
+        num_bad = getattr(plugin, "num_skipped", 0) - self._num_skipped
         bad_loss = self._loss is not None and not bool(torch.isfinite(self._loss).all())
         return Step(
             precision=last.precision if last is not None and last.precision else our_name(plugin.precision),
@@ -281,7 +284,12 @@ class Watch(Callback):
             num_timed=self._num_timed,
             recorded=recorded,
             memory=Memory.of(self._peak_bytes, recorded, weights, self._gradient_bytes, self._state_bytes),
-            optimizers=tuple(map(_facts_of, trainer.optimizers)),
+            optimizers=tuple(
+                OptimizerFacts(
+                    type(one).__name__, can_fuse(one), sum(p.numel() for g in one.param_groups for p in g["params"])
+                )
+                for one in trainer.optimizers
+            ),
             loading=loading,
             num_seen=self._num_timed + self._num_recorded + 1,
             num_bad=max(num_bad, int(bad_loss)),
@@ -295,30 +303,6 @@ def is_settling(trainer: Trainer) -> bool:
     return isinstance(plugin, AmpPrecision) and plugin.last_step is not None and plugin.last_step.skipped
 
 
-def _num_skipped(trainer: Trainer) -> int:
-    plugin = trainer.precision_plugin
-    return plugin.num_skipped if isinstance(plugin, AmpPrecision) else 0
-
-
-def _facts_of(optimizer: torch.optim.Optimizer) -> OptimizerFacts:
-    num_parameters = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-    return OptimizerFacts(type(optimizer).__name__, can_fuse(optimizer), num_parameters)
-
-
-def _ends_a_step(trainer: Trainer, module: LightningModule, batch_idx: int) -> bool:
-    if not module.automatic_optimization:
-        return True
-    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-
-
-def _fp32_modules(trainer: Trainer, module: LightningModule) -> list[torch.nn.Module]:
-    plugin = trainer.precision_plugin
-    if not isinstance(plugin, AmpPrecision):
-        return []
-    found = modules_matching(module, plugin.fp32_modules)
-    return [inner for matched in found.values() for inner in matched.modules()]
-
-
 # -- fused=True --------------------------------------------------------------------------------------------------------
 
 
@@ -330,7 +314,8 @@ def can_fuse(optimizer: Any) -> bool:
         return False
     if any(group.get("differentiable") or group.get("foreach") for group in groups):
         return False
-    devices = ["cpu"] if type(optimizer) is torch.optim.Adagrad else _fused_device_types()
+    fused = _foreach_utils._get_fused_kernels_supported_devices()  # remove when torch has a public list
+    devices = ["cpu"] if type(optimizer) is torch.optim.Adagrad else fused
     return all(p.is_floating_point() and p.device.type in devices for group in groups for p in group["params"])
 
 
@@ -340,14 +325,6 @@ def fuse(optimizer: torch.optim.Optimizer) -> None:
     for group in groups:
         group.update(fused=True, foreach=False)
     legal = inspect.signature(type(optimizer)).parameters
-    settings: Any = {name: value for name, value in optimizer.defaults.items() if name in legal}
+    settings = {**optimizer.defaults, "fused": True, "foreach": False}
     make: Any = type(optimizer).__init__
-    make(optimizer, groups, **{**settings, "fused": True, "foreach": False})
-
-
-# Remove when torch has a public list.
-def _fused_device_types() -> list[str]:
-    """Return the types of devices for which torch has fused optimizers."""
-    from torch.utils import _foreach_utils
-
-    return _foreach_utils._get_fused_kernels_supported_devices()
+    make(optimizer, groups, **{name: value for name, value in settings.items() if name in legal})

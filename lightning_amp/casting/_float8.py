@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules, _torchao
-from lightning_amp._text import counted, listed, percent
+from lightning_amp._text import counted, listed, literal, percent
 from lightning_amp.casting._fp32_metrics import is_metric
 from lightning_amp.casting._method_override import MethodOverride, Overrides, calling
 
@@ -35,9 +35,8 @@ def checked_recipe(recipe: Any) -> Any:
         return recipe
     if type(recipe).__name__ != "Float8LinearConfig":
         legal = ", ".join(repr(known) for known in RECIPES)
-        raise ValueError(
-            f"`fp8_recipe` must be one of {legal}, a `torchao.float8.Float8LinearConfig`, or `None`; got {recipe!r}."
-        )
+        legal += ", a `torchao.float8.Float8LinearConfig`, or `None`"
+        raise ValueError(f"`fp8_recipe` must be one of {legal}; got {literal(recipe)}.")
     if getattr(recipe, "enable_fsdp_float8_all_gather", False):
         raise ValueError(
             "`fp8_recipe` has `enable_fsdp_float8_all_gather=True`, which replaces the parameters by tensors of another"

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from lightning_amp._compat import _torch
+from lightning_amp._text import literal
 from lightning_amp.casting._float8 import has_fp8
 
 Precision = Literal["auto", "bf16", "fp16", "fp8", "fp32"]
@@ -100,7 +101,9 @@ def parse_precision(value: Any, argument: str = "precision") -> Precision:
         known = None
     if known is None:
         legal = [repr(spelling) for spelling in _SPELLINGS if (spelling, argument) != ("fp8", "eval_precision")]
-        raise ValueError(f"`{argument}` must be one of {', '.join(legal)}; got {value!r}.{_meant(value, argument)}")
+        raise ValueError(
+            f"`{argument}` must be one of {', '.join(legal)}; got {literal(value)}.{_meant(value, argument)}"
+        )
     if known == "fp8" and argument == "eval_precision":
         raise ValueError(
             "`eval_precision='fp8'` is not supported: fp8 is for training, where its products are a third of the work."

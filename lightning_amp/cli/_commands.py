@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from typing_extensions import final
 
-from lightning_amp._files import child, location
-from lightning_amp._plain_data import Table
+from lightning_amp._files import child, location, write_json
+from lightning_amp._plain_data import Table, null, plain
 from lightning_amp._text import counted, exact
-from lightning_amp.cli._output import Outcome, UsageError, json_writer
+from lightning_amp.cli._output import Outcome, UsageError
 
 if TYPE_CHECKING:
     from lightning_amp.compare import LocalDevices
@@ -91,8 +92,7 @@ def run_doctor(options: Any) -> Outcome:
         report = doctor(**user, **where)
     else:
         report = doctor(**where)
-    has_work = any(finding.severity in ("warning", "error") for finding in report.findings)
-    return Outcome(report.to_markdown(), {"--json": report.to_json}, has_work)
+    return Outcome(report.to_markdown(), {"--json": report.to_json}, report.has_problems)
 
 
 # -- compare -----------------------------------------------------------------------------------------------------------
@@ -193,14 +193,12 @@ def _executor(num_at_once: int | None, devices: object) -> LocalDevices | None:
 
 def _margin(name: str, value: Any) -> Any:
     """Read `0.1` or `max:0.1`."""
-    way, _, number = value.rpartition(":") if isinstance(value, str) else ("", "", value)
+    way, _, number = str(value).rpartition(":")
     try:
-        if way in ("", "min", "max"):
-            return (way, float(number)) if way else float(number)
-    except (TypeError, ValueError):
-        pass
-    rule = "a number such as 0.001, or, with the better direction, max:0.1 or min:0.1"
-    raise UsageError(f"--margins.{name} must be {rule}, got {value!r}")
+        return (way, float(number)) if way else float(number)
+    except ValueError as error:
+        rule = "a number such as 0.001, or, with the better direction, max:0.1 or min:0.1"
+        raise UsageError(f"--margins.{name} must be {rule}, got {value!r}") from error
 
 
 # -- batch-size --------------------------------------------------------------------------------------------------------
@@ -264,16 +262,18 @@ def run_fp32_modules(options: Any) -> Outcome:
 
     seed_everything(options.seed, verbose=False)
     data: dict[str, Any] = {"precision": options.precision, "tolerance": options.tolerance, "rules": None}
+    files = {"--json": lambda path: write_json(path, plain(data, null))}
     try:
         found = find_fp32_modules(**_user(options), precision=options.precision, tolerance=options.tolerance)
     except NothingHelps as error:
-        return Outcome(f"{error}\n", {"--json": json_writer({**data, "message": str(error)})}, has_work=True)
+        data["message"] = str(error)
+        return Outcome(f"{error}\n", files, has_work=True)
     data |= {"rules": list(found), "message": found.message, "cost": found.cost}
     text = f"{found.message}\n"
     if found:
         rules = ", ".join(f'"{rule}"' for rule in found)
         text += f'\n`AmpPrecision("{options.precision}", fp32_modules=[{rules}])`\n'
-    return Outcome(text, {"--json": json_writer(data)}, has_work=bool(found))
+    return Outcome(text, files, has_work=bool(found))
 
 
 # -- scale -------------------------------------------------------------------------------------------------------------
@@ -305,7 +305,8 @@ def run_scale(options: Any) -> Outcome:
     rows = [[label, *map(_shown, own.values())] for label, own in figures.items()]
     parts = [f"`{label}`: {history.summary()}" for label, history in histories.items()]
     data = [{"run": label, "summary": histories[label].summary(), **own} for label, own in figures.items()]
-    files = {"--plot": lambda path: plot_histories(histories, path), "--json": json_writer({"runs": data})}
+    plot, figures_file = partial(plot_histories, histories), partial(write_json, data=plain({"runs": data}, null))
+    files = {"--plot": plot, "--json": figures_file}
     return Outcome("\n\n".join([*parts, str(Table(header, rows))]) + "\n", files)
 
 

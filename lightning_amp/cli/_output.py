@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -10,12 +9,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from typing_extensions import final
 
-from lightning_amp._files import location, write_atomically
-from lightning_amp._plain_data import null, plain
+from lightning_amp._files import location
 from lightning_amp._user_line import is_own_project, owner_of
 
 _REFUSALS = (ValueError, TypeError, ImportError, OSError, RuntimeError, FloatingPointError)
@@ -93,8 +90,7 @@ def require_extra(*modules: str) -> None:
         try:
             __import__(module)
         except ImportError as error:
-            advice = "run `pip install 'jsonargparse[signatures]' rich`, which is the extra `cli`"
-            raise UsageError(f"this needs {module}, which cannot be imported ({error}); {advice}") from error
+            raise UsageError(f"run `pip install 'lightning_amp[cli]'`: {module} is missing ({error})") from error
 
 
 def show(markdown: str) -> None:
@@ -131,9 +127,3 @@ def save(option: str, path: str, write: Callable[[str], object]) -> None:
         write(path)
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(f"{option} {path} cannot be written: {error}") from error
-
-
-def json_writer(data: Any) -> Callable[[str], object]:
-    """Return a function that writes JSON to a path, with null for NaN and infinities."""
-    text = json.dumps(plain(data, null), indent=1, allow_nan=False)
-    return lambda path: write_atomically(path, lambda file: file.write(f"{text}\n"))

@@ -146,11 +146,6 @@ class Arm:
             shares.update({name: share / len(counted) for name, share in run.items()})
         return dict(shares.most_common())
 
-    @property
-    def ran_as(self) -> str:
-        """Return the precisions that the plugins chose; empty if no run finished."""
-        return "; ".join(dict.fromkeys(run.precision for run in self.finished))
-
     def judged(self, claim: str = "") -> list[ArmMetric]:
         """Return the metrics with a margin, or only the metrics whose verdict is the given claim."""
         judged = [metric for metric in self.metrics.values() if metric.margin is not None]

@@ -62,7 +62,7 @@ def check_trainer_kwargs(trainer_kwargs: object) -> dict[str, Any]:
     return found
 
 
-def check_trainer_names(trainer_kwargs: object, instead: str, advice: str) -> dict[str, Any]:
+def check_trainer_names(trainer_kwargs: Any, instead: str, advice: str) -> dict[str, Any]:
     """Return the arguments of the Trainer, after checking their names.
 
     Args:
@@ -78,7 +78,6 @@ def check_trainer_names(trainer_kwargs: object, instead: str, advice: str) -> di
         return {}
     fine = isinstance(trainer_kwargs, Mapping) and all(isinstance(name, str) for name in trainer_kwargs)
     require(fine, "trainer_kwargs", "a mapping of the Trainer's arguments", trainer_kwargs, none="or `None`")
-    assert isinstance(trainer_kwargs, Mapping)
     known = [name for name in inspect.signature(Trainer.__init__).parameters if name != "self"]
     for name in trainer_kwargs:
         if name in ("precision", "plugins"):
@@ -89,7 +88,7 @@ def check_trainer_names(trainer_kwargs: object, instead: str, advice: str) -> di
     return dict(trainer_kwargs)
 
 
-def parse_margins(margins: object) -> dict[str, Margin]:
+def parse_margins(margins: Any) -> dict[str, Margin]:
     """Return the margins by metric.
 
     Raises:
@@ -101,7 +100,6 @@ def parse_margins(margins: object) -> dict[str, Margin]:
     rule = 'a mapping from metrics to numbers, or to pairs such as `("min", 0.1)`'
     fine = isinstance(margins, Mapping) and all(isinstance(name, str) for name in margins)
     require(fine, "margins", rule, margins, "" if fine else "Write `margins={'val_loss': 0.01}`.", none="or `None`")
-    assert isinstance(margins, Mapping)
     rule = 'a finite number of 0 or more, or one with its better direction: `("min", 0.1)`, `("max", 0.1)`'
     found: dict[str, Margin] = {}
     for name, value in margins.items():

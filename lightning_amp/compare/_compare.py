@@ -21,13 +21,14 @@ from typing_extensions import final
 
 from lightning_amp._arguments import require, require_count
 from lightning_amp._compat._names import LightningDataModule, LightningModule
+from lightning_amp._text import literal
 from lightning_amp.compare._checks import (
     check_place,
     check_trainer_kwargs,
     parse_margins,
     wrong_margin,
 )
-from lightning_amp.compare._describe import Identity, factory_name, shown
+from lightning_amp.compare._describe import Identity, factory_name
 from lightning_amp.compare._local_devices import LocalDevices
 from lightning_amp.compare._process import HERE, run_in_process, run_on
 from lightning_amp.compare._report import PrecisionReport
@@ -151,7 +152,7 @@ class Comparison:
             make_module=factory_name(make_module),
             make_data=factory_name(make_data),
             arms={label: arm.description for label, arm in arms.items()},
-            trainer_kwargs={name: shown(value) for name, value in kwargs.items()},
+            trainer_kwargs={name: literal(value) for name, value in kwargs.items()},
             seed=seed,
             num_seeds=num_seeds,
             control=num_seeds > 1 if control is None else control,

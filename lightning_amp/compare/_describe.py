@@ -12,23 +12,18 @@ import torch
 from fsspec import AbstractFileSystem
 from typing_extensions import final
 
+from lightning_amp._text import UNNAMED, literal
+
 _NO_SETTINGS = {"start_time"}  # the time at which a `SimpleProfiler` was made
 _MOST_NUMBERS = 64  # of a tensor; Lightning's callbacks hold tensors with one number
-_UNNAMED = re.compile(r"<[^<>]*?(\w+)(?: object)? at 0x\w+>|<class '(?:[^<>']*\.)?(\w+)'>")
-
-
-def shown(value: Any) -> str:
-    """Write a value for people: its `repr`, with names instead of addresses and dotted paths."""
-    text = " ".join(_UNNAMED.sub(lambda found: found[1] or found[2], repr(value)).split())
-    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def factory_name(factory: Any) -> str:
     """Return the name that a person would write: `Net`, `make_net`, `Net(width=64)`."""
     if isinstance(factory, partial):
-        arguments = [*map(shown, factory.args), *(f"{name}={shown(value)}" for name, value in factory.keywords.items())]
-        return f"{factory_name(factory.func)}({', '.join(arguments)})"
-    name = getattr(factory, "__qualname__", None) or shown(factory)
+        named = (f"{name}={literal(value)}" for name, value in factory.keywords.items())
+        return f"{factory_name(factory.func)}({', '.join([*map(literal, factory.args), *named])})"
+    name = getattr(factory, "__qualname__", None) or literal(factory)
     name = name.rpartition("<locals>.")[2].replace("<lambda>", "lambda")
     return re.sub(r"^(\w+\.)+(?=\w+\()", "", name)  # a factory of the command line names its classes with their modules
 
@@ -80,7 +75,7 @@ class Identity:
         elif hasattr(value, "__dict__"):
             attributes = {name: item for name, item in vars(value).items() if name not in _NO_SETTINGS}
             return f"{kind}{self.of(attributes, above)}"
-        elif not _UNNAMED.search(repr(value)) and not getattr(value, "shape", ()):  # of a large array it is shortened
+        elif not UNNAMED.search(repr(value)) and not getattr(value, "shape", ()):  # of a large array it is shortened
             return f"{kind}({value!r})"
         self.unknown.append(type(value).__qualname__)
         return kind

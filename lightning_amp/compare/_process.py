@@ -190,7 +190,8 @@ class Server:
 
 def _outcome(header: Mapping[str, Any], folder: Path, log: Path, code: int) -> Run:
     output = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    tail, name = "\n".join(output[-_LOG_LINES:]), _signal_name(code)
+    signals, tail = {-each.value: each.name for each in signal.Signals}, "\n".join(output[-_LOG_LINES:])
+    name = signals.get(code, f"signal {-code}") if code < 0 else None  # `None`: the process ended by itself
     often = "; on Linux that is often the kernel, out of memory" if name == "SIGKILL" else ""
     ending = f"ended with exit status {code}" if name is None else f"was killed by {name}{often}"
     try:
@@ -202,12 +203,6 @@ def _outcome(header: Mapping[str, Any], folder: Path, log: Path, code: int) -> R
     if run.finished and code == 0:
         return run
     return replace(run, error=run.error or f"after training, its process {ending}", log=tail)
-
-
-def _signal_name(code: int) -> str | None:
-    """Return the name of the signal that ended a process; `None` if it ended by itself."""
-    names = {each.value: each.name for each in signal.Signals}
-    return names.get(-code, f"signal {-code}") if code < 0 else None
 
 
 # -- on an executor ----------------------------------------------------------------------------------------------------

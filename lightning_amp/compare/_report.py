@@ -14,7 +14,7 @@ from typing import Any
 
 from typing_extensions import final, override
 
-from lightning_amp._files import open_text, write_atomically
+from lightning_amp._files import open_text, write_atomically, write_json
 from lightning_amp.compare import _words
 from lightning_amp.compare._arm import Arm, ArmMetric
 from lightning_amp.compare._checks import direction_of
@@ -126,7 +126,7 @@ class PrecisionReport:
             "plan": to_data(self.plan),
             "runs": [to_data(run) for run in self._runs],
         }
-        write_atomically(path, lambda file: file.write(json.dumps(data, indent=1, allow_nan=False)))
+        write_json(path, data)
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> PrecisionReport:
@@ -204,23 +204,13 @@ class PrecisionReport:
 
     def _arm(self, label: str, judged: Mapping[tuple[str, str], Verdict]) -> Arm:
         plan, runs = self.plan, self._of[label]
-        speed, not_compared = (None, "") if label == plan.reference else self._speed(label)
-        logged = [name for name in self._directions if any(name in run.curves for run in runs)]
-        moved = f"{plan.arms[plan.reference]}, initial weights moved in their last bit"
-        return Arm(
-            label=label,
-            description=plan.arms.get(label, moved),
-            is_reference=label == plan.reference,
-            is_control=label == CONTROL,
-            runs=tuple(runs),
-            metrics={
-                name: self._metric(name, label, judged.get((label, name)))
-                for name in self._directions
-                if name in logged or (label, name) in judged
-            },
-            speed=speed,
-            not_compared=not_compared,
-        )
+        is_reference, is_control = label == plan.reference, label == CONTROL
+        logged = [name for run in runs for name in run.curves]
+        names = [name for name in self._directions if name in logged or (label, name) in judged]
+        metrics = {name: self._metric(name, label, judged.get((label, name))) for name in names}
+        description = plan.arms.get(label, f"{plan.arms[plan.reference]}, initial weights moved in their last bit")
+        speed = (None, "") if is_reference else self._speed(label)
+        return Arm(label, description, is_reference, is_control, tuple(runs), metrics, *speed)
 
     # -- metrics -------------------------------------------------------------------------------------------------------
 
@@ -301,8 +291,8 @@ class PrecisionReport:
     def _speed(self, label: str) -> tuple[SpeedComparison | None, str]:
         """Compare the times of runs that had a device of the same model for themselves; or return why there are none.
 
-        The control computes the same as the reference. If it is clearly faster or slower, the machine was busy during
-        one of them, and perhaps during any other arm. So every interval is widened by the control's ratio.
+        The control computes the same as the reference. If it is faster or slower, the machine was busy during one of
+        them, and perhaps during any other arm. So every interval is widened by the control's ratio.
         """
         ratios, why = list[float](), "no two runs finished with the same seed"
         for run, other in self._pairs(label):
@@ -320,7 +310,7 @@ class PrecisionReport:
             return None, why
         found = SpeedComparison.of(ratios, 1 - 2 * ALPHA)
         control = self._speed(CONTROL)[0] if self.plan.control and label != CONTROL else None
-        return (found.widened(control.ratio) if control is not None and control.differs else found), ""
+        return (found if control is None else found.widened(control.ratio)), ""
 
 
 def _logged(run: Run) -> tuple[tuple[float, ...], ...]:

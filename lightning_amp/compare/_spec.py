@@ -22,8 +22,8 @@ from typing_extensions import final
 from lightning_amp._arguments import require
 from lightning_amp._compat import _names
 from lightning_amp._compat._names import FSDPStrategy, LightningDataModule, LightningModule, Precision
+from lightning_amp._text import literal
 from lightning_amp.casting import parse_precision
-from lightning_amp.compare._describe import shown
 from lightning_amp.compare._run import CONTROL, Margin
 from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
 from lightning_amp.tracing import fp32_switches
@@ -61,8 +61,8 @@ class Spec:
     def description(self) -> str:
         """Return the line of code that makes the plugin."""
         if not isinstance(self.source, Mapping):
-            return shown(self.source)
-        arguments = [shown(v) if name == "precision" else f"{name}={shown(v)}" for name, v in self.source.items()]
+            return literal(self.source)
+        arguments = [literal(v) if name == "precision" else f"{name}={literal(v)}" for name, v in self.source.items()]
         return f"AmpPrecision({', '.join(arguments)})"
 
     def plugin(self, strategy: Any = "auto") -> Any:
@@ -73,7 +73,7 @@ class Spec:
         return (FSDPAmpPrecision if sharded else AmpPrecision)(**self.source)
 
 
-def parse_arms(precisions: object, strategy: Any = "auto") -> dict[str, Spec]:
+def parse_arms(precisions: Any, strategy: Any = "auto") -> dict[str, Spec]:
     """Return the arms by label, in their order.
 
     Raises:
@@ -82,17 +82,16 @@ def parse_arms(precisions: object, strategy: Any = "auto") -> dict[str, Spec]:
 
     """
     rule = "a sequence of precisions, or a mapping from labels to them"
-    is_one = isinstance(precisions, (str, bytes, Precision)) or not isinstance(precisions, Iterable)
-    require(not isinstance(precisions, (set, frozenset)), "precisions", rule, precisions, "A set has no first one.")
-    require(not is_one, "precisions", rule, precisions, f"Write `precisions=[{precisions!r}]`." if is_one else "")
-    assert isinstance(precisions, Iterable)
+    kinds = (str, bytes, set, frozenset, Precision)
+    fine = isinstance(precisions, Iterable) and not isinstance(precisions, kinds)
+    require(fine, "precisions", rule, precisions, "Write a list: `['fp32', 'bf16']`.")
     is_mapping = isinstance(precisions, Mapping)
     labelled = precisions.items() if is_mapping else [(_label(value), value) for value in precisions]
     require(bool(labelled), "precisions", f"{rule}, at least one", precisions)
     arms: dict[str, Spec] = {}
     for label, value in labelled:
-        require(isinstance(label, str) and bool(label.strip()), "precisions", "labelled by texts", label)
-        require(label != CONTROL, "precisions", f"labelled by other names than {CONTROL!r}", label)
+        fine = isinstance(label, str) and label.strip() not in ("", CONTROL)
+        require(fine, "precisions", f"labelled by texts other than {CONTROL!r}", label)
         if label in arms:
             advice = "a mapping gives each arm a label: `{'bf16, head in fp32': dict(precision='bf16', ...)}`"
             raise ValueError(f"`precisions` must have different labels, got {label!r} twice; {advice}.")
@@ -133,8 +132,8 @@ def make_arm(name: str, label: str, value: Any, strategy: Any = "auto") -> Spec:
 # -- by value ----------------------------------------------------------------------------------------------------------
 
 
-def check_factory(argument: str, factory: Any, kind: type) -> None:
-    """Refuse a factory that another process cannot call.
+def check_factory(argument: str, factory: Any, kind: type, *, travels: bool = True) -> None:
+    """Refuse what is no factory, or if it `travels`, a factory that another process cannot call.
 
     Raises:
         ValueError: If the factory is refused. The message explains how to write it instead.
@@ -145,10 +144,10 @@ def check_factory(argument: str, factory: Any, kind: type) -> None:
     if isinstance(factory, (LightningModule, LightningDataModule)):
         raise ValueError(
             f"`{argument}` must be {example}, got an object of {name}. Pass the class itself (`{name}`), or a function"
-            " that makes one: each arm needs a new one, made after its seed was set."
+            f" that makes one{': each arm needs a new one, made after its seed was set' if travels else ''}."
         )
     if not callable(factory):
-        raise ValueError(f"`{argument}` must be {example}, got {factory!r}.")
+        raise ValueError(f"`{argument}` must be {example}, got {literal(factory)}.")
     try:
         inspect.signature(factory).bind()
     except TypeError as error:
@@ -156,7 +155,8 @@ def check_factory(argument: str, factory: Any, kind: type) -> None:
             f"`{argument}` must be callable without arguments; {name!r}: {error}. Write a function that passes them:"
             f" `lambda: {name}(...)`."
         ) from error
-    check_travels(argument, factory, "Make what it holds inside of it.")
+    if travels:
+        check_travels(argument, factory, "Make what it holds inside of it.")
 
 
 def check_travels(argument: str, value: Any, advice: str) -> None:

@@ -11,8 +11,9 @@ from statistics import median
 from lightning_amp._plain_data import Table, code, line
 from lightning_amp._text import counted, exact, listed, memory, rounded
 from lightning_amp.compare._arm import Arm, ArmMetric, mean
-from lightning_amp.compare._run import CONTROL, Plan, Run
+from lightning_amp.compare._run import Plan, Run
 from lightning_amp.compare._stats import INTERVAL, LEAST_PAIRS, Difference, in_words, seeds_for_speed
+from lightning_amp.measure import SAME_WITHIN, times_as_fast
 
 NONE = "-"
 
@@ -87,18 +88,14 @@ def _arm_cells(arm: Arm) -> dict[str, str]:
     in_ms = [] if times is None else [rounded(1e3 * time) for time in times]
     return {
         "speed": str(arm.speed) if arm.speed else f"not compared: {arm.not_compared}" if arm.not_compared else NONE,
-        "samples/s": NONE
-        if speeds is None
-        else f"{speeds.median:,.0f}"
-        if speeds.median >= 100
-        else rounded(speeds[1]),
+        "samples/s": NONE if speeds is None else rounded(speeds.median),
         "ms per step (middle half)": f"{in_ms[1]} ({in_ms[0]} to {in_ms[2]})" if in_ms else NONE,
         "peak memory": NONE if peak is None else memory(peak),
         "steps applied": f"{arm.num_steps:,}",
         "steps skipped": f"{arm.num_skipped:,}",
         "loss scale": ", ".join(dict.fromkeys(exact(scale) for scale in arm.final_scales)) or NONE,
         "products in": ", ".join(f"{100 * share:.0f} % {name}" for name, share in arm.matmul_flops.items()) or NONE,
-        "ran as": arm.ran_as or NONE,
+        "ran as": "; ".join(dict.fromkeys(run.precision for run in arm.finished)) or NONE,
     }
 
 
@@ -139,12 +136,8 @@ def notes(plan: Plan, arms: Mapping[str, Arm]) -> list[str]:
             "The control is the reference with its initial weights moved in their last bit. Its difference is"
             " the run-to-run noise of the reference."
         )
-        speed = arms[CONTROL].speed
-        if speed is not None and speed.differs:
-            lines.append(
-                f"The machine was busy: the control, which computes the same as the reference, was {speed}. So every"
-                " interval of a speed is wider by that factor."
-            )
+        if busy := _busy(list(arms.values())):
+            lines.append(f"The machine was busy: {busy}. So every interval of a speed is wider by that factor.")
     memory_of = {arm.memory_of for arm in arms.values()} - {None}
     if memory_of:
         whose = "the device's own count" if memory_of == {"device"} else "the memory of tensors on the CPU"
@@ -175,7 +168,8 @@ def recommend(arms: Sequence[Arm]) -> tuple[str | None, list[str]]:
     if obstacle:
         return None, [f"No recommendation: {obstacle}."]
     gaining = {arm.label: (arm, gain) for arm in others if arm.is_fine and (gain := _gain(arm, reference))}
-    open_ = {arm.label: question for arm in others if (question := _question(arm, reference))}
+    busy = _busy(arms)
+    open_ = {arm.label: question for arm in others if (question := _question(arm, reference, busy))}
     if gaining:
         best, gain = max(
             gaining.values(), key=lambda found: (_ratio(found[0]) or 0.0, -(found[0].peak_memory_bytes or 0))
@@ -215,7 +209,15 @@ def _obstacle(reference: Arm, others: Sequence[Arm]) -> str:
     return ""
 
 
-def _question(arm: Arm, reference: Arm) -> str:
+def _busy(arms: Sequence[Arm]) -> str:
+    """Write how busy the machine was, by the speed of the control; empty if that is as fast within 5 %."""
+    speed = next((arm.speed for arm in arms if arm.is_control), None)
+    if speed is None or 1 / SAME_WITHIN <= speed.ratio <= SAME_WITHIN:
+        return ""
+    return f"the control, which computes the same as the reference, was {times_as_fast(speed.ratio)}"
+
+
+def _question(arm: Arm, reference: Arm, busy: str) -> str:
     """Write what is not known about an arm, and what would decide it; empty if the arm is decided."""
     name, undecided = code(arm.label), arm.judged("undecided")
     if not arm.finished or arm.judged("worse") or (not undecided and _ratio(arm) is not None):
@@ -226,8 +228,8 @@ def _question(arm: Arm, reference: Arm) -> str:
     if arm.speed is None:
         return f"{name} is not worse{less}, but its speed was not compared: {arm.not_compared}"
     interval = f" ({arm.speed.interval})" if arm.speed.interval else ""
-    seeds = in_words(seeds_for_speed(arm.speed))
-    return f"{name} is not worse{less}, but its speed is undecided{interval}: run {seeds} seeds"
+    why = f"{busy}; run again on a quiet machine" if busy else f"run {in_words(seeds_for_speed(arm.speed))} seeds"
+    return f"{name} is not worse{less}, but its speed is undecided{interval}: {why}"
 
 
 def _why_not(arm: Arm) -> str:

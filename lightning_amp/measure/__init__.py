@@ -6,10 +6,11 @@
 
 from lightning_amp.measure._matmul_flops import MatmulFlops, flop_formulas, multiplied_dtype
 from lightning_amp.measure._memory import MemoryOf, PeakMemory, is_settled, num_bytes
-from lightning_amp.measure._speed import SpeedComparison, in_rounds, paired_log_ratio, times_as_fast
+from lightning_amp.measure._speed import SAME_WITHIN, SpeedComparison, in_rounds, paired_log_ratio, times_as_fast
 from lightning_amp.measure._step_timer import DeviceClock, StepTimer
 
 __all__ = [
+    "SAME_WITHIN",
     "DeviceClock",
     "MatmulFlops",
     "MemoryOf",

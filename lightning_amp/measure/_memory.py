@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -82,6 +83,7 @@ class PeakMemory:
                 self._backend.reset_peak_memory_stats(self._where)
         elif not self._has_begun and not _is_profiling():
             gc.collect()  # otherwise memory from an earlier profile that is freed in this profile would be subtracted
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler prints its start and its end
             with contextlib.suppress(Exception):
                 profile: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
                 profile.__enter__()

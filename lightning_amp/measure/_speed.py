@@ -83,11 +83,6 @@ class SpeedComparison:
         return "faster" if self.low > 1 else "slower" if self.high < 1 else "undecided"
 
     @property
-    def differs(self) -> bool:
-        """Return whether one of the two runs is shown to be faster."""
-        return self.claim in ("faster", "slower")
-
-    @property
     def decided_ratio(self) -> float | None:
         """Return the ratio to decide by: `ratio`, 1.0 if both are as fast within 5 %, `None` if undecided."""
         if self.claim in ("undecided", "one run"):

@@ -10,6 +10,7 @@ from typing_extensions import final
 
 from lightning_amp._arguments import is_count, is_number
 from lightning_amp._compat import _torch
+from lightning_amp._text import literal
 from lightning_amp.findings import StepPrecision, StepReason, StepRecord
 
 Row = TypeVar("Row")
@@ -86,11 +87,7 @@ def _is_step(value: Any) -> bool:
 
 
 def _wrong(name: str, rule: str, value: Any) -> ValueError:
-    text = repr(value)
-    return ValueError(
-        f"The saved state's entry `{name}` must be {rule}, got {text if len(text) < 100 else f'{text[:97]}...'}."
-        f" {_ADVICE}"
-    )
+    return ValueError(f"The saved state's entry `{name}` must be {rule}, got {literal(value)}. {_ADVICE}")
 
 
 def check_scaler_state(values: Any, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 from typing_extensions import final, override
 
-from lightning_amp._files import write_atomically
+from lightning_amp._files import write_json
 from lightning_amp._plain_data import Table, null, plain
 from lightning_amp._text import listed, rounded
 
@@ -80,8 +79,7 @@ class BatchSizes(dict[str, BatchSizeResult]):
             label: {**asdict(found), "measured": [point._asdict() for point in found.measured]}
             for label, found in self.items()
         }
-        text = json.dumps(plain(data, null), indent=1, allow_nan=False)
-        write_atomically(path, lambda file: file.write(f"{text}\n"))
+        write_json(path, plain(data, null))
 
 
 # -- the next size -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from lightning_amp._arguments import is_number, require
 from lightning_amp._compat._names import LightningDataModule, LightningModule
 from lightning_amp._text import counted, listed
 from lightning_amp.casting import Choice, parse_precision
-from lightning_amp.compare import check_trainer_names, make_arm
+from lightning_amp.compare import check_factory, check_trainer_names, make_arm
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import device_of_trainer, own_data, require_unsharded, unnoticed
 from lightning_amp.tune._fp32_bench import Bench, Setting
@@ -73,10 +73,8 @@ def find_fp32_modules(
     sets, at most 150. In memory, three copies of the gradients and of the weights, and once the activations in fp32.
 
     """
-    for argument, factory in (("make_module", make_module), ("make_data", make_data)):
-        made = isinstance(factory, (LightningModule, LightningDataModule))
-        rule, next_step = "a class or a function without arguments", "Write `lambda: ...` around it."
-        require(callable(factory) and not made, argument, rule, factory, next_step)
+    check_factory("make_module", make_module, LightningModule, travels=False)
+    check_factory("make_data", make_data, LightningDataModule, travels=False)
     fine = is_number(tolerance) and tolerance > 0
     require(fine, "tolerance", "a finite number above 0, such as 0.05", tolerance)
     advice = "Pass it as `precision=`: a name, or the arguments of `AmpPrecision` as a dict."
@@ -103,7 +101,9 @@ def find_fp32_modules(
     seen = f"(batches of training: {len(bench.points)}, of validation: {bench.num_validation})"
     message = f"Nothing{own} needs fp32: in {name!r} {without} {seen}."
     if rules:
-        time = f"A training step, against without them: {speed}" if speed else "A step does not run without them"
+        time = (
+            f"A training step with them, against one without: {speed}" if speed else "A step does not run without them"
+        )
         end = "" if found.complete else " The search ran out of its budget: fewer modules may be enough."
         what = listed([repr(rule) for rule in rules], most=5)
         message = (

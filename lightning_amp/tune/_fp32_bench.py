@@ -219,7 +219,10 @@ class Bench:
         for name, module in names_of(self._low).items():
             is_half = any(parameter.dtype in HALF_DTYPES for parameter in module.parameters())
             if name in self._outputs and module not in in_fp32 and not is_half:
-                inside[next((other for other in _outer(name) if other in inside), "")].append(name)
+                outer = name.rpartition(".")[0]
+                while outer not in inside:
+                    outer = outer.rpartition(".")[0]
+                inside[outer].append(name)
                 inside[name] = []
         return inside
 
@@ -248,8 +251,9 @@ class Bench:
             at = " at any loss scale" if self._first_scale else ""
             return Distance(math.inf, {}, f"gradients are not finite{at}")
         gradients = max(_relative_difference(*pair) for pair in zip(true.gradients, run.gradients, strict=True))
-        shared = [name for name in true.metrics if name in run.metrics]
-        return Distance(gradients, {name: _relative_error(run.metrics[name], true.metrics[name]) for name in shared})
+        shared = [(name, run.metrics[name], value) for name, value in true.metrics.items() if name in run.metrics]
+        missed = {name: abs(found - value) / (abs(value) or 1.0) for name, found, value in shared}
+        return Distance(gradients, {name: math.inf if math.isnan(error) else error for name, error in missed.items()})
 
     def speed(self, rules: Sequence[str]) -> SpeedComparison | None:
         """Compare forward and backward with the rules and without them; `None` if one of them does not run."""
@@ -332,12 +336,6 @@ def names_of(root: nn.Module) -> dict[str, nn.Module]:
     return {name: module for module, name in first.items()}
 
 
-def _outer(name: str) -> list[str]:
-    """Return the names around a name, the nearest first."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
-
-
 def state_of(module: nn.Module) -> State:
     """Return copies of parameters, buffers, and plain attributes that steps may change (counters), by module."""
     return {
@@ -377,9 +375,3 @@ def _relative_difference(reference: Mapping[str, Tensor], found: Mapping[str, Te
     sums = torch.stack([fidelity_sums(true, value).cpu() for true, value in pairs]).sum(0)
     signal, _, noise = (math.sqrt(value) for value in sums.tolist())
     return noise / signal if signal else 0.0  # a gradient of zero has no direction to compare
-
-
-def _relative_error(value: float, reference: float) -> float:
-    """Return the difference over the reference, or the difference itself if the reference is 0."""
-    difference = abs(value - reference) if math.isfinite(value) else math.inf
-    return difference / abs(reference) if reference else difference

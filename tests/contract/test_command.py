@@ -76,7 +76,7 @@ def test_without_the_extra_one_line_says_what_to_install(command: list[str], his
     )
     done = run(*(history if argument == "RUN" else argument for argument in command), code=code)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "run `pip install 'jsonargparse[signatures]' rich`" in done.stderr
+    assert "run `pip install 'lightning_amp[cli]'`" in done.stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals and pipes")

@@ -77,7 +77,7 @@ def product(module: str = "net", dtype: str = "bfloat16", flops: int = 100, **ch
 
 
 def without_autocast(flops: int, place: Place | None = LINE, **changes: Any) -> Operation:
-    return product("", "float32", flops, place=place, **changes)
+    return product("Net", "float32", flops, place=place, **changes)
 
 
 def in_fp32_modules(module: str, flops: int) -> Operation:

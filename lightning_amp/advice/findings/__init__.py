@@ -56,5 +56,6 @@ def findings_of(machine: Machine, decision: Decision, step: Step | None) -> tupl
         made = [find(step, machine, decision) for find in ALL]
     found = [finding for finding in made if finding is not None]
     if not any(finding.is_problem for finding in found):
-        found.append(Finding("ok", "nothing-to-do", "Nothing was found to change."))
+        text = "Nothing has to change; notes are optional." if found else "Nothing was found to change."
+        found.append(Finding("ok", "nothing-to-do", text))
     return tuple(sorted(found, key=lambda finding: (get_args(Severity).index(finding.severity), -finding.share)))

@@ -106,12 +106,11 @@ def channels_last(step: Step, machine: Machine, decision: Decision) -> Finding |
 def _tried(step: Step, label: Label, code: str, text: str, action: str) -> Finding:
     """Return a warning with the action if the change gained enough here, else a note with its gain."""
     found = step.gain(label)
+    text += f"; `{label}` was not timed." if found is None else f"; with `{label}`, tried here: {found}."
     if found is not None and is_worth_it(found):
-        return Finding("warning", code, f"{text}; with `{label}`, tried here: {found}.", action, 1 - 1 / found.ratio)
+        return Finding("warning", code, text, action, 1 - 1 / found.ratio)
     if found is None or found.claim in ("undecided", "one run"):
-        text += f"; with `{label}`, tried here: {found}." if found is not None else f"; `{label}` was not timed."
         return Finding("note", code, text, f"Time `{label}` by itself, on a quiet machine.")
-    text += f"; with `{label}`, tried here: {found}."
     return Finding("note", code, text, f"Leave it as it is: `{label}` gains less than 5 % here.")
 
 

@@ -73,7 +73,7 @@ def autocast_off(step: Step, machine: Machine, decision: Decision) -> Finding | 
         return None
     reasons = []
     for why, share in shares.items():
-        places = [place or "the module itself" for place, _ in found[why].most_common()]
+        places = [place for place, _ in found[why].most_common()]
         more = f", and {counted(len(places) - 2, 'other place')}" if len(places) > 2 else ""
         part = f"{percent(share)} " if len(shares) > 1 else ""
         reasons.append(f"{part}{_WHY[why][0]} ({'; '.join(places[:2])}{more})")
@@ -131,7 +131,7 @@ def many_casts(step: Step, machine: Machine, decision: Decision) -> Finding | No
     text = (
         f"{len(beyond)} {what} in a step, beyond autocast's one per weight, write"
         f" {memory(sum(cast.cast_bytes for cast in beyond))} and take {percent(share)} of the time in operations; most"
-        f" at {where or 'the module itself'}."
+        f" at {where}."
     )
     action = (
         "Take the casts out: autocast casts where an operation needs it, and leaves the format alone elsewhere."
@@ -174,7 +174,7 @@ def sizes_not_aligned(step: Step, machine: Machine, decision: Decision) -> Findi
     own, padded = (" x ".join(map(str, sizes)) for sizes in (found.sizes, found.padded))
     text = (
         f"{percent(found.share)} of the FLOPs are products with sizes that are not multiples of {step.alignment}, most"
-        f" in `{found.module}` ({own})"
+        f" in {f'`{found.module}`' if found.module else 'the backward'} ({own})"
     )
     pads = ", ".join(f"{a} to {b}" for a, b in zip(found.sizes, found.padded, strict=True) if a != b)
     action = f"Pad vocabularies, features and sequence lengths to multiples of {step.alignment} ({pads})."

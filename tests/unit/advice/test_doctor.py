@@ -145,7 +145,7 @@ def test_a_failed_variant_is_reported_and_the_others_run(monkeypatch: pytest.Mon
         ({"precision": "fp8"}, "cannot run precision 'fp8'"),
         ({"device": "gpu7"}, "`device` must be a device of this machine, such as 'cpu' or 'cuda:0', got 'gpu7'"),
         ({"trainer_kwargs": {"precision": "bf16"}}, "`trainer_kwargs` must not have 'precision'"),
-        ({"make_module": Toy()}, "`make_module` must be callable without arguments"),
+        ({"make_module": Toy()}, "got an object of Toy. Pass the class itself"),
         ({"make_module": None}, "`make_data` must be passed together with `make_module`"),
     ],
 )

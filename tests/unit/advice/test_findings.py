@@ -73,7 +73,7 @@ WHY: dict[str, Any] = {
 
 def kept(why: str, where: str, flops: int) -> Operation:
     place = Place(where, 7) if where else None
-    return product(**{"module": "", "dtype": "float32", "flops": flops, "place": place, **WHY[why]})
+    return product(**{"module": "Net", "dtype": "float32", "flops": flops, "place": place, **WHY[why]})
 
 
 def casts(kind: str, count: int, seconds: float) -> list[Operation]:

@@ -58,7 +58,7 @@ def test_json_is_valid(tmp_path: Path) -> None:
     DoctorReport(machine(memory_gib=float("nan")), broken).to_json(tmp_path / "report.json")
     data = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda _: 1 / 0)
     assert data["machine"]["memory_gib"] == "nan"
-    assert data["step"]["recorded"]["module_flops"] == {"net": {"bfloat16": 2 * 10**8}, "": {"float32": 10**8}}
+    assert data["step"]["recorded"]["module_flops"] == {"net": {"bfloat16": 2 * 10**8}, "Net": {"float32": 10**8}}
     assert data["step"]["fp32_recorded"] is None
     assert data["precision"] == "bf16"
     assert data["machine"]["formats"][1]["support"] == "native"

@@ -27,8 +27,9 @@ from support.settings import WORDS, Plain, Slotted
 from torch import nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, MetricComparison, ScaleMonitor
+from lightning_amp._text import literal
 from lightning_amp.compare import _describe
-from lightning_amp.compare._describe import Identity, shown
+from lightning_amp.compare._describe import Identity
 
 
 def identity(value: Any) -> str:
@@ -160,7 +161,7 @@ def test_types_without_an_identity_are_named(value: Any) -> None:
     ],
 )
 def test_a_person_can_read_it(value: Any, text: str) -> None:
-    assert shown(value) == text
+    assert literal(value) == text
 
 
 def width(number: int) -> Any:

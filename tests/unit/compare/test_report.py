@@ -226,14 +226,6 @@ def test_steps_are_paired_by_their_number() -> None:
     assert str(PrecisionReport(make_plan(["fp32", "bf16"], 3), runs).arms["bf16"].speed) == "as fast within 5 %"
 
 
-def test_the_control_widens_every_interval_if_the_machine_was_busy() -> None:
-    finals = {"fp32": SAME, "bf16": SAME, CONTROL: SAME}
-    quiet = compared(finals, step_s={"bf16": 0.008}).arms
-    busy = compared(finals, step_s={"bf16": 0.008, CONTROL: 0.015}).arms
-    assert [arm.speed and arm.speed.claim for arm in quiet.values()] == [None, "faster", "same"]
-    assert [arm.speed and arm.speed.claim for arm in busy.values()] == [None, "undecided", "slower"]
-
-
 def beside(label: str, seed: int, start: float, host: str = "a", **fields: Any) -> Run:
     """Return a run of 10 s on the only device of a host; all but fp32 are twice as fast."""
     usual: dict[str, Any] = {"host": host, "devices": ("cuda:0",), "started_at": start, "ended_at": start + 10.0}

@@ -374,7 +374,7 @@ def test_the_cost_of_what_does_not_run_without() -> None:
     assert found == ("part",)
     assert math.isnan(found.cost)
     assert "A step does not run without them." in found.message
-    assert "against without them" not in found.message
+    assert "against one without" not in found.message
 
 
 class Counts(cases.Mlp):
