@@ -121,7 +121,7 @@ def make_arm(name: str, label: str, value: Any, strategy: Any = "auto") -> Spec:
     try:
         spec.plugin(strategy)
     except TypeError as error:
-        text = str(error).replace("__init__() ", "").replace("AmpPrecision.", "")
+        text = str(error).replace("__init__() ", "").replace("AmpPrecision.", "").partition(". Did you mean")[0]
         legal = ", ".join(f"`{name}`" for name in inspect.signature(AmpPrecision).parameters)
         raise ValueError(f"`{name}`: {text}. The arguments of `AmpPrecision` are {legal}.") from error
     except ValueError as error:

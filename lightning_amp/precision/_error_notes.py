@@ -6,6 +6,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -107,13 +108,21 @@ def _look(error: BaseException, roots: Sequence[nn.Module], step: str) -> tuple[
                 doubles = doubles or [*found]
         elif method == "forward" and id(owner) in names:
             where, function = f"`{_modules.plain_name(names[id(owner)])}` ({type(owner).__name__})", ""
-        elif method == "apply" and isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-            function = "" if _of_torch(owner.__module__) else owner.__name__
+        elif method in ("forward", "setup_context") and (own := _function_with(method, frame.f_code)) is not None:
+            function = "" if _of_torch(own.__module__) else own.__name__
         elif method == "backward" and isinstance(owner, FunctionCtx) and not _of_torch(frame.f_globals["__name__"]):
             function = type(owner).__name__.removesuffix("Backward")
             where = f"the backward of `{function}`"
     place = innermost(lines)
     return where if place is None else f"{where}, {place}", function, doubles
+
+
+def _function_with(method: str, code: CodeType) -> type | None:
+    """Return the `torch.autograd.Function` whose method has this code."""
+    found: list[type] = [torch.autograd.Function]
+    for one in found:
+        found += one.__subclasses__()
+    return next((one for one in found if getattr(inspect.unwrap(getattr(one, method)), "__code__", None) is code), None)
 
 
 def _of_torch(module: str) -> bool:

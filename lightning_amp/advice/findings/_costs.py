@@ -54,7 +54,7 @@ def _faster_loading(step: Step, wait_s: float) -> str:
     less = "Do less per item: decode once and save the result, or fetch whole batches with `__getitems__`."
     compute_s = max(step.seconds - wait_s, 1e-9)
     load_s = loading.workers * step.seconds if loading.workers else wait_s
-    workers = min(os.cpu_count() or 1, max(2, math.ceil(load_s / compute_s)))
+    workers = min(os.cpu_count() or 1, max(2, math.ceil(round(load_s / compute_s, 3))))
     gain = step.seconds / max(compute_s, load_s / workers)
     if workers <= loading.workers or gain < WORTH:
         starts = "Pass `persistent_workers=True` to the DataLoader: its workers start anew in each epoch (not tried). "

@@ -78,7 +78,9 @@ def test_an_index_that_differs_is_not_close() -> None:
     assert worst_db(outputs.sums_of_all_ranks(quiet_trainer())["0"].inputs) == -torch.inf
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script. is deprecated", "ignore:The .grad attribute of a Tensor"
+)  # torch 2.15
 def test_compiled_modules_are_left_alone() -> None:
     net, outputs = Net(), OutputComparison()
     net.a = torch.jit.script(net.a)  # type: ignore[assignment]

@@ -131,7 +131,7 @@ class Scripted(Net):
         self.layer = torch.jit.script(torch.nn.Linear(4, 1))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
 @pytest.mark.parametrize("module", [Locked, Scripted])
 def test_modules_that_are_hard_to_copy(module: type[Net]) -> None:
     assert fit(module, Data)[0].global_step == 5
