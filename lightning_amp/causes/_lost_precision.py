@@ -87,7 +87,7 @@ def lost_in_evaluation(
                 ran = gather(trainer, ranks.run(partial(run, (precision,), rules=rules)))
                 gone = [_is_gone(value, *side) for (value,), side in zip(ran, sides, strict=True)]
                 tried.append(TriedRemedy(setting, all(gone)))
-    return found and found._replace(tried=tuple(tried))
+    return found and found._replace(tried=tuple(tried), metric=row.metric)
 
 
 def _evaluate(
