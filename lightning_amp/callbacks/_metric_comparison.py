@@ -76,12 +76,12 @@ class MetricComparison(Observer):
     `val_loss_epoch`, `val_loss/dataloader_idx_1`. A logged `step` or `epoch` is an axis and not compared.
 
     `trainer.validate()` and `trainer.test()` compare too. `.table` has the rows of all comparisons. One line at the end
-    names the metric that differs most.
+    names the metric that differs most, or each one that is NaN or infinite in mixed precision only.
 
-    The callback looks for the module to blame, once per run, if a metric exceeds `tolerance`, is not finite where fp32
-    is, or is off by a quarter. It runs the first batches of the evaluation again in both precisions. One warning names
-    the module whose output is furthest from fp32, although its inputs are close. It says whether
-    `fp32_modules=[module]` and `eval_precision="fp32"` helped in a trial. :attr:`report` has the same as data.
+    The callback looks for the module to blame, once per run, if a metric exceeds `tolerance` or is off by a quarter,
+    and once more if a metric is not finite where fp32 is. It runs the first batches of the evaluation again in both
+    precisions. One warning names the module whose output is furthest from fp32, although its inputs are close. It says
+    whether `fp32_modules=[module]` and `eval_precision="fp32"` helped in a trial. :attr:`report` has the same as data.
 
     Training is bit-identical with and without the callback: the shadow has its own parameters, buffers, metrics, lists,
     logger and trainer attributes. User code outside of the module (prints, files, global variables) runs twice in a
@@ -270,7 +270,7 @@ class MetricComparison(Observer):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.table:
-            _messages.info(describe_comparison(self.table.worst_first()))
+            _messages.info(describe_comparison(self.table.worst_first(), self.report))
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -307,9 +307,9 @@ class MetricComparison(Observer):
             add_callback_metrics(trainer, metrics)
             step = log_evaluation_metrics(trainer, metrics, amp.get("step"))
             self.table.add(row._replace(step=step) for row in rows)
-            if trainer.state.fn != "fit":
-                _messages.info(describe_comparison(self.table.worst_first()))
         self._judge(trainer, module, compared, is_new=bool(rows))
+        if rows and trainer.state.fn != "fit":
+            _messages.info(describe_comparison(self.table.worst_first(), self.report))
 
     def _check_names(self, trainer: Trainer, module: LightningModule, logged: list[str]) -> None:
         """Raise for names in `tolerance` that the first comparison does not log. All ranks must call this."""
@@ -328,8 +328,11 @@ class MetricComparison(Observer):
         ranks = gather(trainer, (self.table.suspect(), self.table.exceeding()) if is_new else (None, ""))
         row = next((row for row, _ in ranks if row is not None), None)
         exceeding = next((text for _, text in ranks if text), "")
-        searches = self._num_searches < _MAX_SEARCHES
-        if row is None or not (exceeding or searches):
+        if row is None:
+            return
+        is_newly_broken = row.is_broken and self._is_news("broken")
+        searches = is_newly_broken or self._num_searches < _MAX_SEARCHES
+        if not (exceeding or searches):
             return
         self._num_searches += searches
         report = None
@@ -341,7 +344,7 @@ class MetricComparison(Observer):
             if not exceeding and not is_certain and math.isfinite(row.amp):
                 return
             text = describe_difference(row, exceeding, report, searches)
-        self.report, self._num_searches = self.report or report, _MAX_SEARCHES
+        self.report, self._num_searches = report or self.report, _MAX_SEARCHES
         if exceeding and self.on_exceed == "raise":
             raise RuntimeError(text)
         _messages.warn(text)

@@ -15,18 +15,18 @@ from torch.optim import Optimizer
 from typing_extensions import final, override
 
 from lightning_amp import _messages
-from lightning_amp._arguments import is_number, require_count
+from lightning_amp._arguments import require_count
 from lightning_amp._compat import _lightning, _modules
 from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp._files import location, write_atomically
 from lightning_amp._terminal import own_lines
 from lightning_amp._text import counted, named
 from lightning_amp.callbacks._observer import Observer, is_log_point, log_metrics, no_mixed_precision, why_not_twice
-from lightning_amp.causes import explain, largest_weight, nonfinite, origins
+from lightning_amp.causes import explain, nonfinite, origins, weight_growth, weight_sizes
 from lightning_amp.findings import StepRecord
 from lightning_amp.numerics import dense
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.reports import Overflow
+from lightning_amp.reports import Overflow, describe_growth
 from lightning_amp.scaling import Saved, Subscription
 from lightning_amp.shadow import BatchWindow, gather, in_one_line
 
@@ -131,7 +131,7 @@ class OverflowLocator(Observer):
         self.reports: list[Overflow] = []
         self._num_overflows = self._num_harmless = self._num_repeated = 0
         self._latest: tuple[int, str] | None = None  # the last skip, and the key of its cause
-        self._largest_weight: float | None = None  # at the first start
+        self._weights: tuple[float, float] | None = None  # their sizes at the first start
 
     def _begin_fit(self) -> None:
         self._plugin: AmpPrecision | None = None
@@ -164,8 +164,8 @@ class OverflowLocator(Observer):
         elif not self._is_complete:
             self._looking = plugin.records.subscribe(self._receive, at_once=True, on_bad_loss=self._on_bad_loss)
             self._num_attempted = plugin.records.num_attempted
-            if self._largest_weight is None:
-                self._largest_weight = largest_weight(trainer, pl_module)
+            if self._weights is None:
+                self._weights = weight_sizes(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -196,6 +196,11 @@ class OverflowLocator(Observer):
         }
         if parts := [f"{counted(number, 'step')} {why}" for why, number in counts.items() if number]:
             _messages.info(f"OverflowLocator: {'; '.join(parts)}.")
+        growth = weight_growth(trainer, pl_module, self._weights)
+        if growth is not None and growth[0] == "typical" and all(report.growth is None for report in self.reports):
+            _messages.info(
+                f"OverflowLocator: weights have grown by orders of magnitude.\n  fix: {describe_growth(*growth)}"
+            )
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -222,7 +227,7 @@ class OverflowLocator(Observer):
             "num_overflows": self._num_overflows,
             "num_harmless": self._num_harmless,
             "num_repeated": self._num_repeated,
-            "largest_weight": self._largest_weight,
+            "weights": self._weights and [*self._weights],
             "reports": [report.as_dict() for report in self.reports],
         }
 
@@ -233,10 +238,10 @@ class OverflowLocator(Observer):
             reports = [Overflow.from_dict(values) for values in saved.entries("reports")]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise saved.wrong("reports", "a list of reports, as `Overflow.as_dict()` writes them") from error
-        largest_weight = saved.take("largest_weight", "a number, or none", lambda one: one is None or is_number(one))
+        weights = saved.take("weights", "two numbers, or none", lambda one: one is None or len(one) == 2)
         counts = map(saved.count, ("num_overflows", "num_harmless", "num_repeated"))
         self._num_overflows, self._num_harmless, self._num_repeated = counts
-        self._largest_weight, self.reports = largest_weight, reports
+        self._weights, self.reports = weights and tuple(weights), reports
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -307,7 +312,7 @@ class OverflowLocator(Observer):
                 return
             if mine is None:
                 known = {report.key for report in self.reports}
-                mine = explain(trainer, module, self._window, record, self._largest_weight, known)
+                mine = explain(trainer, module, self._window, record, self._weights, known)
             mine = replace(mine, record=record)  # the step of another optimizer has the same batches
             if mine.cause == "weights" and self._bad_rate is not None:
                 mine = replace(mine, cause="learning rate", bad_rate=self._bad_rate)

@@ -87,7 +87,7 @@ def lost_in_evaluation(
                 ran = gather(trainer, ranks.run(partial(run, (precision,), rules=rules)))
                 gone = [_is_gone(value, *side) for (value,), side in zip(ran, sides, strict=True)]
                 tried.append(TriedRemedy(setting, all(gone)))
-    return found and found._replace(tried=tuple(tried))
+    return found and found._replace(tried=tuple(tried), metric=row.metric)
 
 
 def _evaluate(
@@ -145,7 +145,7 @@ def lost_in_training(
         sampler: Took the sample, and takes others.
         fitting_scale: The scale at which all gradients so far fit into fp16.
 
-    Cost: two steps in each precision.
+    Cost: two or three steps in each precision.
     """
     row, total = sample.bad()[0], sample.rows[-1]
     overflows = math.isnan(total.sqnr_db)
@@ -155,23 +155,39 @@ def lost_in_training(
         again = sampler.take(fitting_scale)
         return describe_tried([TriedRemedy(_scale_setting(trainer, row.scale, fitting_scale), _is_cured(again))])
     outputs = OutputComparison(inputs=True)
-    scale = min(total.scale, fitting_scale or total.scale)  # one that has not settled would overflow in the backward
+    scale = total.scale  # one that has not settled would overflow in the backward
+    if total.precision == "fp16":
+        scale = min(scale, fitting_scale or scale)
     sampler.take(scale, outputs=outputs)
     found = furthest_module(outputs.sums_of_all_ranks(trainer), total.precision)
     if found is None:
         return ""
-    again = sampler.take(scale, rules=[found.module])
-    return str(found._replace(tried=(TriedRemedy(f"`fp32_modules=[{found.module!r}]`", _is_cured(again)),)))
+    setting = f"`fp32_modules=[{found.module!r}]`"
+    is_cured = _is_cured(sampler.take(total.scale, rules=[found.module]))
+    if not is_cured and scale < total.scale:
+        setting += f" and {_scale_setting(trainer, total.scale, scale)}"
+        is_cured = _is_cured(sampler.take(scale, rules=[found.module]))
+    return str(found._replace(tried=(TriedRemedy(setting, is_cured),)))
 
 
 def _is_cured(sample: GradientSample | None) -> bool:
     return sample is not None and not sample.bad()
 
 
-def _scale_setting(trainer: Trainer, now: float, scale: float) -> str:
-    if scale < 1:  # dividing the loss has the same effect, and keeps the loss scale away from its limits
-        return f"dividing the loss by {literal(1 / scale)}"
+def settled_scale(trainer: Trainer, now: float) -> float:
+    """Return the scale to which the loss scale falls by itself as long as gradients overflow: `now` if it is static.
+
+    It is at least 1: below, the loss is too large.
+    """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if isinstance(scaler, torch.amp.GradScaler) and getattr(scaler, "min_scale", 0.0) <= scale < now:
+    lowest = getattr(scaler, "min_scale", 1.0)
+    return now if lowest == getattr(scaler, "max_scale", None) else max(1.0, lowest)
+
+
+def _scale_setting(trainer: Trainer, now: float, scale: float) -> str:
+    lowest = settled_scale(trainer, now)
+    if scale < 1:  # dividing the loss has the same effect, and keeps the loss scale away from its limits
+        return f"dividing the loss by {literal(lowest / scale)}"
+    if lowest <= scale < now:
         return f"a loss scale of {exact(scale)}, to which it falls by itself"
     return f"`DynamicLossScaler(init_scale={literal(scale)})`"

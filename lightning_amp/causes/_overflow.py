@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -16,9 +17,10 @@ from lightning_amp._compat import _modules
 from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp._text import exact, literal
 from lightning_amp.casting import Fp32Modules, runnable
+from lightning_amp.causes._lost_precision import settled_scale
 from lightning_amp.causes._nonfinite import bad_shards, nonfinite
 from lightning_amp.findings import StepRecord, TriedRemedy
-from lightning_amp.numerics import HALF_DTYPES, fitting_scale, largest_finite, nonfinite_gradients, stack_scalars
+from lightning_amp.numerics import HALF_DTYPES, dense, fitting_scale, largest_finite, nonfinite_gradients, stack_scalars
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import Overflow, ScaleIs
 from lightning_amp.shadow import (
@@ -49,6 +51,8 @@ from lightning_amp.tracing import (
 
 _SCALES = (1.0, 2.0**-20)
 """Loss scales at which a finite forward runs again; at the second one every gradient fits that is finite at all."""
+_GROWN = ("typical", 30.0, 0.1), ("largest", 100.0, 1.0)
+"""Weights, how many times their start they grow in a run that diverges, and the least start to count from."""
 RECEIVED = 2**62
 """The position of a fault whose first bad values came from another rank."""
 
@@ -56,16 +60,38 @@ Trial = tuple[str, dict[str, Any]]
 """A remedy to try: the setting in words, and how the step runs with it."""
 
 
-def largest_weight(trainer: Trainer, module: LightningModule) -> float:
-    """Return the largest magnitude of the trained parameters; all ranks must call. This waits for the device."""
-    found = [largest_finite(p.detach()) for p in module.parameters() if p.numel() and p.requires_grad]
-    mine = float(stack_scalars(found).max()) if found else 0.0
+def weight_sizes(trainer: Trainer, module: LightningModule) -> tuple[float, float]:
+    """Return the median RMS of the trained matrices, and the largest magnitude of the trained parameters.
+
+    The median sees a transformer that diverges: the weight of a norm, 1 at the start, hides how other weights grow. A
+    head that has to reach large targets does not move it. All ranks must call this. It waits for the device.
+    """
+    trained = [values for p in module.parameters() if p.requires_grad and (values := dense(p.detach())).numel()]
+    matrices = [values for values in trained if values.ndim > 1] or trained  # FSDP1 flattens them
+    sizes = [torch.linalg.vector_norm(values, dtype=torch.float32) / values.numel() ** 0.5 for values in matrices]
+    typical = float(stack_scalars(sizes).median()) if len(sizes) > 1 else 0.0
+    largest = float(stack_scalars([largest_finite(values) for values in trained]).max()) if trained else 0.0
+    mine = typical, largest
     return max(gather(trainer, mine)) if is_sharded(trainer) else mine
+
+
+def weight_growth(
+    trainer: Trainer, module: LightningModule, at_start: tuple[float, float] | None
+) -> tuple[str, float, float] | None:
+    """Return which weights have grown by orders of magnitude, and their size at the start and now.
+
+    All ranks must call this.
+    """
+    now = at_start and weight_sizes(trainer, module)
+    for (which, times, least), before, size in zip(_GROWN, at_start or (), now or (), strict=False):
+        if math.isfinite(size) and size > times * max(before, least):
+            return which, before, size
+    return None
 
 
 def explain(
     trainer: Trainer, module: LightningModule, window: BatchWindow, record: StepRecord,
-    weight_at_start: float | None, known: Collection[str],
+    weights_at_start: tuple[float, float] | None, known: Collection[str],
 ) -> Overflow:  # fmt: skip
     """Run the batches of a window again until one is not finite, and report the cause.
 
@@ -83,7 +109,7 @@ def explain(
         batch_idx=last,
         window=(first, last),
         parameters=nonfinite_gradients(_modules.plain_parameters(module)),
-        largest_weights=None if weight_at_start is None else (weight_at_start, largest_weight(trainer, module)),
+        growth=weight_growth(trainer, module, weights_at_start),
         scale_is=_scale_is(getattr(trainer.precision_plugin, "scaler", None), record),
         note=_edited(steps[-1]),
     )
@@ -109,7 +135,7 @@ def _scale_is(scaler: torch.amp.GradScaler | None, record: StepRecord) -> ScaleI
     if scaler is None or record.precision != "fp16":
         return ""
     lowest = getattr(scaler, "min_scale", 0.0)
-    if scaler.get_backoff_factor() >= 1 or lowest == getattr(scaler, "max_scale", None):
+    if lowest == getattr(scaler, "max_scale", None):
         return "static"
     return "lowest" if record.scale <= lowest else "dynamic"
 
@@ -182,7 +208,10 @@ class _Search:
         def work() -> tuple[Overflow, _Run, KeptBatch]:
             run = self._run(step, scale=self._blank.record.scale)
             report = replace(self._blank, num_replayed=number)
-            if run.is_bad:
+            is_auto = self._module.automatic_optimization  # otherwise a step may have several losses
+            if is_auto and self._blank.record.reason == "gradient" and run.trace.bad_loss is not None:
+                report = replace(report, note="the loss is finite in the step, and not in the replay")
+            elif run.is_bad:
                 parameters = report.parameters or run.parameters
                 report = replace(report, batch_idx=step.batch_idx, parameters=parameters, note=_edited(step))
                 report = self._named(report, first_bad(run.trace), run, step)
@@ -294,10 +323,14 @@ class _Search:
         can_try = self._blank.record.precision == "fp16" and "bf16" in runnable(self._trainer.strategy.root_device)
         return [('AmpPrecision("bf16")', {"precision": "bf16"})] * can_try
 
+    @property
+    def _settled_scale(self) -> float:
+        return settled_scale(self._trainer, self._blank.record.scale)
+
     def _lower_scale(self, report: Overflow) -> Trial:
         scale = (report.fitting_scale or 1.0) / 4
         setting = "scaler={}" if report.scale_is == "static" else "DynamicLossScaler(init_scale={})"
-        divided = f"dividing the loss by {exact(1 / scale)} or more"
+        divided = f"dividing the loss by {exact(self._settled_scale / scale)} or more"
         return setting.format(literal(scale)) if scale >= 1 else divided, {"scale": scale}
 
     def _try_all(self, report: Overflow, trials: list[Trial] | None, step: KeptBatch, reference: _Run) -> Overflow:
@@ -321,7 +354,7 @@ class _Search:
 
     def _works(self, step: KeptBatch, reference: _Run, rules: Sequence[str] = (), **how: Any) -> bool:
         """Return whether loss and gradients are finite with a remedy, and the loss is the reference's. Never raises."""
-        how.setdefault("scale", 1.0 if self._blank.scale_is == "dynamic" else self._blank.record.scale)
+        how.setdefault("scale", self._settled_scale)
         active = None
         try:
             if rules:

@@ -73,6 +73,7 @@ class LostPrecision(NamedTuple):
         input_sqnr_db: The lowest SQNR of its inputs against fp32; infinite if all are equal.
         output_sqnr_db: The lowest SQNR of its outputs; minus infinity if an output is not finite, and fp32's is.
         tried: The settings that were tried.
+        metric: The metric against which they were tried; empty for a gradient.
     """
 
     module: str
@@ -81,20 +82,24 @@ class LostPrecision(NamedTuple):
     input_sqnr_db: float
     output_sqnr_db: float
     tried: tuple[TriedRemedy, ...] = ()
+    metric: str = ""
 
-    @override
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """Name the module, and say how far its output is from fp32."""
         named = f"`{self.module}` ({self.module_class})"
         output, inputs = (bits_kept(sqnr_db, self.precision) for sqnr_db in (self.output_sqnr_db, self.input_sqnr_db))
         if self.output_sqnr_db == -math.inf:
-            text = f"{named}: its output is not finite in {self.precision}, although its inputs are, and fp32 is"
-        elif self.output_sqnr_db < WRONG_DB:
-            text = f"{named}: its output keeps {output} of fp32, and its inputs keep {inputs}"
-        elif self.tried and not self.tried[0].works:
-            text = f"the outputs of all modules are close to fp32 and keep at least {output}"
-        else:
-            text = f"no module loses more than {named}, whose output keeps {output} of fp32"
-        return f"{text}\n  {describe_tried(self.tried)}" if self.tried else text
+            return f"{named}: its output is not finite in {self.precision}, although its inputs are, and fp32 is"
+        if self.output_sqnr_db < WRONG_DB:
+            return f"{named}: its output keeps {output} of fp32, and its inputs keep {inputs}"
+        if self.tried and not self.tried[0].works:
+            return f"the outputs of all modules are close to fp32 and keep at least {output}"
+        return f"no module loses more than {named}, whose output keeps {output} of fp32"
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.where}\n  {describe_tried(self.tried)}" if self.tried else self.where
 
 
 def describe_tried(tried: Sequence[TriedRemedy]) -> str:

@@ -45,6 +45,11 @@ class ComparisonRow(NamedTuple):
         return abs(self.diff) > tolerance
 
     @property
+    def is_broken(self) -> bool:
+        """Return whether only mixed precision is not finite."""
+        return math.isfinite(self.fp32) and not math.isfinite(self.amp)
+
+    @property
     def went_wrong(self) -> bool:
         """Return whether the AMP value is not finite, or differs from the fp32 value by more than a quarter."""
         if not math.isfinite(self.amp) or not math.isfinite(self.fp32):

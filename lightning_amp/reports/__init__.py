@@ -9,7 +9,7 @@ from lightning_amp.reports._comparison import (
     describe_difference,
 )
 from lightning_amp.reports._gradients import GradientTable, describe_derivative, describe_gradient
-from lightning_amp.reports._overflow import Overflow, ScaleIs
+from lightning_amp.reports._overflow import Overflow, ScaleIs, describe_growth
 from lightning_amp.reports._scale_history import SCALE_HISTORY_FILE, ScaleHistory, plot_histories
 
 __all__ = [
@@ -30,5 +30,6 @@ __all__ = [
     "describe_derivative",
     "describe_difference",
     "describe_gradient",
+    "describe_growth",
     "plot_histories",
 ]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import final, override
 
-from lightning_amp._text import counted, named, rounded
-from lightning_amp.findings import ComparisonRow, LostPrecision, ModuleRow
+from lightning_amp._text import counted, listed, named, rounded
+from lightning_amp.findings import ComparisonRow, LostPrecision, ModuleRow, describe_tried
 from lightning_amp.reports._figures import COLORS, new_figure, saved, say_empty
 from lightning_amp.reports._table import MAX_ROWS, SampledTable
 
@@ -30,8 +30,9 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         print(comparison.table.to_text(max_rows=None))
 
     Behaves like a list of `ComparisonRow`; `str(table)` is a short text table of the last comparison. Its first rows
-    are the metrics that exceed their tolerance, then the largest relative differences. If there are more than 200
-    comparisons, every second one of the older half is dropped.
+    are the metrics that are NaN or infinite in mixed precision only. Then come the metrics that exceed their tolerance,
+    and the largest relative differences. If there are more than 200 comparisons, every second one of the older half is
+    dropped.
 
     Args:
         rows: The first rows.
@@ -95,7 +96,8 @@ class ComparisonTable(SampledTable[ComparisonRow]):
     def suspect(self) -> ComparisonRow | None:
         """Return the worst metric of the last comparison, if it exceeds its tolerance or went clearly wrong."""
         rows = [row for row in self.worst_first() if self._exceeds(row) or row.went_wrong]
-        return min(rows, key=lambda row: (not self._exceeds(row), math.isfinite(row.amp)), default=None)
+        key = lambda row: (not row.is_broken, not self._exceeds(row), math.isfinite(row.amp))  # noqa: E731
+        return min(rows, key=key, default=None)
 
     def exceeding(self) -> str:
         """Name the metrics of the last comparison that exceed their tolerance, the worst first; "" if none does."""
@@ -114,11 +116,11 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         return tolerance is not None and row.exceeds(tolerance)
 
     @override
-    def _badness(self, row: ComparisonRow) -> tuple[bool, float]:
+    def _badness(self, row: ComparisonRow) -> tuple[bool, bool, float]:
         size = abs(row.relative_diff)
         if math.isnan(size):
             size = math.inf if row.exceeds(math.inf) else 0.0
-        return self._exceeds(row), size
+        return row.is_broken, self._exceeds(row), size
 
     @override
     def _written(self, row: ComparisonRow) -> Sequence[str]:
@@ -169,12 +171,15 @@ class ModuleTable(SampledTable[ModuleRow]):
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
 
-def describe_comparison(rows: Sequence[ComparisonRow]) -> str:
-    """Sum up a comparison by the metric that differs most, the first row."""
+def describe_comparison(rows: Sequence[ComparisonRow], found: LostPrecision | None) -> str:
+    """Sum up a comparison by the metric that differs most, the first row; `found` says what was tried against it."""
     worst = rows[0]
     text = f"MetricComparison, epoch {worst.epoch}: "
     if all(row.diff == 0 for row in rows):
         return f"{text}{counted(len(rows), 'metric')} compared, all equal to fp32."
+    if worst.is_broken:
+        broken = [f"`{row.metric}` (AMP {row.amp:.6g}, fp32 {row.fp32:.6g})" for row in rows if row.is_broken]
+        return f"{text}NaN or infinite in mixed precision only: {listed(broken)}\n  {_fix(worst, found)}"
     differs = f" ({100 * abs(worst.relative_diff):.2g} %)" if abs(worst.relative_diff) < 1 else ""
     text += f"`{worst.metric}` differs most: AMP {worst.amp:.6g}, fp32 {worst.fp32:.6g}{differs}."
     return text if len(rows) == 1 else f"{text} `print(comparison.table)` shows {counted(len(rows), 'metric')}."
@@ -184,9 +189,16 @@ def describe_difference(row: ComparisonRow, exceeding: str, found: LostPrecision
     """Describe a metric that went wrong, or all metrics that exceed their tolerance, and the module to blame."""
     text = f"`{row.metric}` is {rounded(row.amp)} in AMP and {rounded(row.fp32)} in fp32 (epoch {row.epoch})"
     if exceeding:
-        text = f"mixed precision costs more than the tolerance in epoch {row.epoch}: {exceeding}"
-    because = "the first batches of the evaluation do not show why" if found is None else str(found)
-    return f"`MetricComparison`: {text}" + (f"\n  {because}" if searched else "")
+        costs = f"mixed precision costs more than the tolerance in epoch {row.epoch}: {exceeding}"
+        text = f"{text}; {costs}" if row.is_broken and f"`{row.metric}`" not in exceeding else costs
+    because = "the first batches of the evaluation do not show why" if found is None else found.where
+    return f"`MetricComparison`: {text}" + (f"\n  {because}\n  {_fix(row, found)}" if searched else "")
+
+
+def _fix(row: ComparisonRow, found: LostPrecision | None) -> str:
+    if found is None or found.metric != row.metric or not found.tried:
+        return "fix: `eval_precision='fp32'` (not tried)"
+    return describe_tried(found.tried)
 
 
 def describe_both(row: ComparisonRow, names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import final, override
 
-from lightning_amp._text import exact, listed, literal, percent, rounded
+from lightning_amp._text import counted, exact, listed, literal, percent, rounded
 from lightning_amp.findings import (
     TOTAL,
     GradientRow,
@@ -154,7 +154,7 @@ def _what(sample: GradientSample, first: GradientRow) -> str:
     if math.isnan(total.sqnr_db):
         if sample.forward_is_finite:
             return "the gradient overflows, and in fp32 it does not"
-        return "the forward overflows, and in fp32 it does not, so that no loss scale helps"
+        return "the forward overflows, and in fp32 it does not, so that no loss scale helps alone"
     if total.cosine > 0.99 and not 0.7 < total.norm_ratio < 1.4:
         text = f"the gradient has the direction of fp32, but {rounded(total.norm_ratio)} times its length"
         twice = abs(total.norm_ratio * total.scale - 1) < 0.02
@@ -182,7 +182,8 @@ def _healthy(sample: GradientSample, scale: float | None) -> str:
     if total.underflow_fraction > 0.01 and scale is not None and scale > total.scale:
         advice = f"`DynamicLossScaler(init_scale={literal(scale)})` (not tried) keeps more"
         return f"{text} {percent(total.underflow_fraction)} of it rounds to zero; {advice}."
-    return f"{text} At the loss scale {exact(total.scale)} it fits, with {total.headroom_bits:.0f} bits of room."
+    room = counted(round(total.headroom_bits), "bit")
+    return f"{text} At the loss scale {exact(total.scale)} it fits, with {room} of room."
 
 
 def describe_derivative(found: InaccurateDerivative) -> str:

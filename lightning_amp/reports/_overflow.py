@@ -19,8 +19,6 @@ from lightning_amp.numerics import FP16_LARGEST
 from lightning_amp.tracing import EXPONENTIALS, domain
 from lightning_amp.tracing import plain as plain_name
 
-_GROWN = 1e2
-
 ScaleIs = Literal["", "dynamic", "static", "lowest"]
 Cause = Literal["batch", "weights", "learning rate", "forward", "loss", "backward", "not reproduced"]
 
@@ -50,7 +48,7 @@ class Overflow:
         cause: `"batch"`: the batch has NaN or infinity. `"weights"`: a parameter or buffer has. `"learning rate"`: a
             parameter is not finite since a step whose learning rate was not. `"forward"`: an operation in a module, or
             before one, made the first bad value. `"loss"`: an operation after all submodules did. `"backward"`: the
-            loss was finite, its gradient was not. `"not reproduced"`: every replay was finite.
+            loss was finite, its gradient was not. `"not reproduced"`: no replay showed the same fault.
         module: Qualified name of the module whose code ran the operation, or first took the bad value; `None` outside
             of all submodules.
         operation: The operation that made the first bad value or gradient, if it is known.
@@ -63,7 +61,8 @@ class Overflow:
         largest_gradient: The largest true gradient in half precision, if the gradients are finite at a lower scale.
         remedies: The settings that were tried in replays of the step, as code, each with whether it works.
         note: The reason why the replay may not be exact, or why there was no replay; empty if all is well.
-        largest_weights: Largest magnitude of a parameter at the start of the fit, and now.
+        growth: If weights have grown by orders of magnitude: `"largest"`, or `"typical"` (the median of the RMS of
+            matrices), and this magnitude at the start of the fit and now.
         scale_is: `"dynamic"`, `"static"`, or `"lowest"` if the loss scale cannot fall further; empty without a scale.
         shard: The part of a sharded module that has the fault, with its mesh dimension; empty if it is in no single
             part.
@@ -90,7 +89,7 @@ class Overflow:
     largest_gradient: float | None = None
     remedies: tuple[TriedRemedy, ...] = ()
     note: str = ""
-    largest_weights: tuple[float, float] | None = None
+    growth: tuple[str, float, float] | None = None
     scale_is: ScaleIs = ""
     shard: str = ""
     bad_rate: tuple[int, float] | None = None
@@ -178,8 +177,7 @@ def _what(report: Overflow) -> str:
     if report.cause == "weights":
         return f"`{report.parameter}` is not finite"
     if report.cause == "not reproduced":
-        finite = "cause not found, every replay was finite, forward and backward"
-        return finite if report.num_replayed else "cause not looked for"
+        return "cause not found, no replay shows the same fault" if report.num_replayed else "cause not looked for"
     part = f"in the {report.cause}"
     if report.cause == "backward":
         part += f" at loss scale {exact(report.record.scale)}" if report.record.scale != 1 else ""
@@ -265,19 +263,23 @@ def _fix(report: Overflow) -> str:
         return "go back to a checkpoint in which it is finite; no precision helps"
     if report.cause == "not reproduced":
         hooks = "hooks and callbacks that edit gradients, " if report.record.skipped else ""
-        return f"look at {hooks}non-deterministic operations, and earlier batches of the window"
-    if report.largest_weights is not None:
-        before, now = report.largest_weights
-        if math.isfinite(now) and now > _GROWN * max(before, 1.0):
-            return (
-                f"a lower learning rate, or gradient clipping (not tried): the largest weight has grown from"
-                f" {rounded(before)} to {rounded(now)} since the start"
-            )
+        return (
+            f"look at {hooks}non-deterministic operations, earlier batches of the window, and counters in the module,"
+            " which the replay finds advanced"
+        )
+    if report.growth is not None:
+        return describe_growth(*report.growth)
     fixes = [f"{setting} (tried: works)" for setting, works in report.remedies if works]
     if report.fitting_scale is None and not (fixes and _advice_on(report.operation, report.in_fp32) in ("", _SMALLER)):
         fixes.append(f"{_advice(report)} (not tried)")
     text = ", or ".join(fixes) or "smaller gradients (not tried)"
     return f"{text}; no precision helps" if report.in_fp32 == "not finite" else text
+
+
+def describe_growth(which: str, before: float, now: float) -> str:
+    """Write the advice for weights that have grown by orders of magnitude."""
+    grown = f"the {which} weight has grown from {rounded(before)} to {rounded(now)} since the start"
+    return f"a lower learning rate, or gradient clipping (not tried): {grown}"
 
 
 _SMALLER = "finite in fp32"

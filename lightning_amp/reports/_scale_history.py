@@ -83,10 +83,13 @@ class ScaleHistory(Table[StepRecord]):
         return self.num_attempted - self.num_skipped
 
     def summary(self) -> str:
-        """Write one line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 2**10`."""
+        """Write one line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 2**10`.
+
+        Steps in bf16, fp8 and fp32 have no loss scale.
+        """
         if not self._records:
             return "no optimizer step was recorded"
-        first, last = self._records[0], self._records[-1]
+        first = self._records[0]
         text = f"{self.num_skipped:,} of {self.num_attempted:,} steps skipped"
         if self.num_skipped and self.num_attempted > 20:
             early = sum(record.skipped and record.index < first.index + 20 for record in self)
@@ -94,8 +97,11 @@ class ScaleHistory(Table[StepRecord]):
         losses = sum(record.reason == "loss" for record in self)
         if losses:
             text += f", {losses:,} of them with a non-finite loss"
-        write = alike(scale for record in self for scale in (record.scale, record.next_scale))
-        return f"{text}; scale {write(first.scale)} -> {write(last.next_scale)}"
+        scaled = [record for record in self if record.precision in ("fp16", "")]
+        if not scaled:
+            return text
+        write = alike(scale for record in scaled for scale in (record.scale, record.next_scale))
+        return f"{text}; scale {write(scaled[0].scale)} -> {write(scaled[-1].next_scale)}"
 
     # -- writing -------------------------------------------------------------------------------------------------------
 

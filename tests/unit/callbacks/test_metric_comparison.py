@@ -158,6 +158,13 @@ class Off(Model):
 NAN, INF = math.nan, math.inf
 
 
+@pytest.mark.filterwarnings("ignore:`MetricComparison`. `metric` is nan in AMP")
+def test_a_metric_that_only_fp32_keeps_finite_is_said_first(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        fit(MetricComparison(tolerance={"other": 0.0}), Off(NAN, 40676.0))
+    assert "only: `metric` (AMP nan, fp32 40676)\n  fix: `eval_precision='fp32'`" in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore:`MetricComparison`. `metric` is (nan|inf) in AMP")
 @pytest.mark.parametrize(
     ("amp", "fp32", "tolerance", "exceeds"),

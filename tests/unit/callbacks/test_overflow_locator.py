@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +140,24 @@ def test_a_batch_that_cannot_be_copied_ends_the_search_and_not_the_fit(monkeypat
     assert (plugin.num_skipped, locator.reports) == (1, [])
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])  # bf16 skips no step
+def test_a_learning_rate_that_explodes_is_named(precision: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Explodes(Toy):
+        def __init__(self) -> None:
+            layers = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1)
+            super().__init__(partial(torch.optim.Adam, lr=10.0), nn.Sequential(*layers))
+            self.norm = nn.LayerNorm(8)  # its weight of 1 is the largest at the start
+
+    with caplog.at_level("INFO"):
+        fit(Explodes, AmpPrecision(precision), batches(16), callbacks=[OverflowLocator()])
+    assert "fix: a lower learning rate, or gradient clipping (not tried): the typical weight has grown" in caplog.text
+
+
 def test_without_reports_skips_are_only_counted() -> None:
     locator, plugin = OverflowLocator(max_reports=0), fp16()
     fit(BadRow, plugin, with_bad(1), callbacks=[locator])
     assert locator.reports == []
-    state = {"num_overflows": 1, "num_harmless": 0, "num_repeated": 0, "largest_weight": None, "reports": []}
+    state = {"num_overflows": 1, "num_harmless": 0, "num_repeated": 0, "weights": None, "reports": []}
     assert locator.state_dict() == state
 
 

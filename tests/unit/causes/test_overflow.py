@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zoo.faults import Net, plain_data
 from zoo.overflows import BadRow, HalfBody, fp16, with_bad
 
-from lightning_amp import AmpPrecision, OverflowLocator
+from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator
 from lightning_amp.shadow import TrainingPass
 
 
@@ -72,6 +72,39 @@ def test_a_gradient_edited_by_a_callback_is_not_reproduced_but_its_parameter_is_
     assert (report.cause, report.parameters) == ("not reproduced", ("net.0.weight",))
     assert "look at hooks and callbacks that edit gradients" in str(report)
     assert "the gradients of `net.0.weight` are not finite" in str(report)
+
+
+def test_a_step_that_counts_its_calls_is_not_reproduced() -> None:
+    """Only the replay of step 2 has the fourth count, and so has only the real step 3."""
+
+    class Counts(Toy):
+        count = 0
+
+        def loss(self, batch: Tensor) -> Tensor:
+            self.count += 1
+            return super().loss(batch) * (torch.inf if self.count == 4 else 1.0)
+
+    locator = OverflowLocator()
+    fit(Counts, fp16(), callbacks=[locator, Poison(gradient=[2])])
+    assert [(r.record.index, r.cause) for r in locator.reports] == [(2, "not reproduced"), (3, "not reproduced")]
+    assert locator.reports[0].note == "the loss is finite in the step, and not in the replay"
+    assert "counters in the module, which the replay finds advanced" in str(locator.reports[1])
+
+
+def test_a_remedy_is_tried_at_the_scale_that_the_run_would_have() -> None:
+    class Large(Toy):
+        def __init__(self) -> None:
+            super().__init__(net=nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1)))
+            nn.init.constant_(self.net[0].weight, 3e4)
+
+        def loss(self, batch: Tensor) -> Tensor:
+            return 100 * super().loss(batch.abs())
+
+    for least, works in (1.0, True), (2.0**16, False):
+        locator = OverflowLocator(max_reports=1)
+        scaler = DynamicLossScaler(2.0**17, min_scale=least)
+        fit(Large, AmpPrecision("fp16", scaler=scaler), batches(1), callbacks=[locator])
+        assert dict(locator.reports[0].remedies)['fp32_modules=["net.0"]'] is works
 
 
 class Drops(Toy):

@@ -32,7 +32,7 @@ def test_row(amp: float, fp32: float, diff: float, relative: float) -> None:
 
 
 def test_the_printed_tables() -> None:
-    """The worst come first: those beyond their tolerance, then those that are not finite in AMP only."""
+    """The worst come first: those that are not finite in AMP only, then those beyond their tolerance."""
     worst = many_comparisons(tolerance={"m3": 0.0})
     worst.add([*worst.last, ComparisonRow.of(1, 1, "nan", NAN, 1.0), ComparisonRow.of(1, 1, "both", NAN, NAN)])
     tables = {"loaders": comparisons(), "many": many_comparisons(), "empty": ComparisonTable()}

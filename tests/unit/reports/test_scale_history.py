@@ -87,7 +87,7 @@ def test_precisions_come_back_from_a_file_and_a_checkpoint(tmp_path: Path) -> No
     history.extend(StepRecord(i, 0, 8.0, 8.0, False, "none", "fp16") for i in range(6))
     history.extend(StepRecord(i, 0, 1.0, 1.0, False, "none", "bf16") for i in range(6, 16))
     assert [(r.index, r.precision) for r in history] == [(0, "fp16"), (5, "fp16"), (6, "bf16"), (15, "bf16")]
-    assert history.summary() == "0 of 16 steps skipped; scale 8 -> 1"
+    assert history.summary() == "0 of 16 steps skipped; scale 8 -> 8"  # bf16 has none
     history.to_csv(tmp_path / "history.csv")
     assert (tmp_path / "history.csv").read_text().splitlines()[0].endswith(",reason,precision")
     assert list(ScaleHistory.from_csv(tmp_path / "history.csv")) == list(history)
