@@ -1,7 +1,4 @@
-"""Projects with a planted fault: `doctor` names each fault, its cure removes it, and healthy projects have none.
-
-`python -m tests.benchmarks.doctor_projects` runs the same projects with the real sizes and times.
-"""
+"""Projects with a planted fault: `doctor` names each fault, its cure removes it, and healthy projects have none."""
 
 from __future__ import annotations
 
