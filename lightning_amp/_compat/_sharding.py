@@ -54,8 +54,10 @@ def unsynchronised_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
     mine = {id(parameter) for parameter in parameters}
     states: list[Any] = [state() for state in _composable_state._module_state_mapping.values()]
-    groups = [group for state in states if hasattr(state, "_fsdp_param_group") for group in param_groups(state)]
+    every = [group for state in states if hasattr(state, "_fsdp_param_group") for group in param_groups(state)]
+    groups = [group for group in every if any(id(param.sharded_param) in mine for param in group.fsdp_params)]
     params = [param for group in groups for param in group.fsdp_params if id(param.sharded_param) in mine]
     whole = [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in params]
-    kept = [*(param.unsharded_accumulated_grad for param in params), *whole]
+    reduced = [group._partial_reduce_output for group in groups]  # over the shards, not yet over the replicas
+    kept = [*(param.unsharded_accumulated_grad for param in params), *whole, *reduced]
     return [local(gradient) for gradient in {id(g): g for g in kept if g is not None}.values()]  # torch 2.15 has one

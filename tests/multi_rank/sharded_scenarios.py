@@ -320,10 +320,8 @@ def stuck() -> Any:
     return {"message": ""}
 
 
-@scenario(2)
-def unsynchronised() -> Any:
-    """FSDP2 keeps gradients of backwards without synchronisation elsewhere, while other steps move the scale."""
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+def kept(mesh: DeviceMesh, switch: str) -> Any:
+    """FSDP2 keeps gradients that it has not reduced elsewhere, while other steps move the scale."""
     torch.manual_seed(0)
     a, b = (nn.Linear(8, 4) for _ in range(2))
     for module in (a, b):
@@ -331,16 +329,27 @@ def unsynchronised() -> Any:
     one, two = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (a, b))
     steps = ScaledSteps(DynamicLossScaler(init_scale=1024.0, growth_interval=1), [one, two])
     x = torch.full((2, 8), 0.5)
-    b.set_requires_gradient_sync(False)
+    getattr(b, switch)(False)
     steps.backward(b(x).sum())
     for _ in range(3):
         one.zero_grad()
         steps.backward(a(x).sum())
         steps.step(one)
-    b.set_requires_gradient_sync(True)
+    getattr(b, switch)(True)
     steps.backward(b(2 * x).sum())
     steps.unscale_(two)
     return {"gradient": b.weight.grad.full_tensor(), "scale": steps.scaler.get_scale()}
+
+
+@scenario(2)
+def unsynchronised() -> Any:
+    return kept(torch.distributed.device_mesh.init_device_mesh("cpu", (2,)), "set_requires_gradient_sync")
+
+
+@scenario(4)
+def not_reduced_over_replicas() -> Any:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return kept(mesh, "set_requires_all_reduce")
 
 
 class HalfLoaded(Regression):

@@ -48,11 +48,15 @@ def assert_equals_one_process(ranks: Ranks, name: str) -> None:
         assert_same(run[key], single[key], rtol=1e-5, atol=3e-7)  # sums over ranks have another order
 
 
-def test_gradients_that_fsdp2_keeps_follow_the_scale(two: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [("two", "unsynchronised"), pytest.param("four", "not_reduced_over_replicas", marks=pytest.mark.slow)],
+)
+def test_gradients_that_fsdp2_keeps_follow_the_scale(ranks: str, name: str, request: pytest.FixtureRequest) -> None:
     """Row 69: each of the two backwards counts once, as in fp32: 2 rows times 0.5, and 2 rows times 1."""
-    for rank in two:
-        assert rank["unsynchronised"]["scale"] > 1024.0
-        torch.testing.assert_close(rank["unsynchronised"]["gradient"], torch.full((4, 8), 3.0))
+    for rank in request.getfixturevalue(ranks):
+        assert rank[name]["scale"] > 1024.0
+        torch.testing.assert_close(rank[name]["gradient"], torch.full((4, 8), 3.0))
 
 
 @pytest.mark.parametrize(
