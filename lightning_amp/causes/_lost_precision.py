@@ -155,9 +155,8 @@ def lost_in_training(
         again = sampler.take(fitting_scale)
         return describe_tried([TriedRemedy(_scale_setting(trainer, row.scale, fitting_scale), _is_cured(again))])
     outputs = OutputComparison(inputs=True)
-    scale = total.scale  # one that has not settled would overflow in the backward
-    if total.precision == "fp16":
-        scale = min(scale, fitting_scale or scale)
+    # a scale that has not settled would overflow in the backward
+    scale = min(total.scale, fitting_scale or total.scale) if total.precision == "fp16" else total.scale
     sampler.take(scale, outputs=outputs)
     found = furthest_module(outputs.sums_of_all_ranks(trainer), total.precision)
     if found is None:

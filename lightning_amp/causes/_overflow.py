@@ -71,8 +71,7 @@ def weight_sizes(trainer: Trainer, module: LightningModule) -> tuple[float, floa
     sizes = [torch.linalg.vector_norm(values, dtype=torch.float32) / values.numel() ** 0.5 for values in matrices]
     typical = float(stack_scalars(sizes).median()) if len(sizes) > 1 else 0.0
     largest = float(stack_scalars([largest_finite(values) for values in trained]).max()) if trained else 0.0
-    mine = typical, largest
-    return max(gather(trainer, mine)) if is_sharded(trainer) else mine
+    return max(gather(trainer, (typical, largest))) if is_sharded(trainer) else (typical, largest)
 
 
 def weight_growth(
@@ -323,14 +322,11 @@ class _Search:
         can_try = self._blank.record.precision == "fp16" and "bf16" in runnable(self._trainer.strategy.root_device)
         return [('AmpPrecision("bf16")', {"precision": "bf16"})] * can_try
 
-    @property
-    def _settled_scale(self) -> float:
-        return settled_scale(self._trainer, self._blank.record.scale)
-
     def _lower_scale(self, report: Overflow) -> Trial:
         scale = (report.fitting_scale or 1.0) / 4
         setting = "scaler={}" if report.scale_is == "static" else "DynamicLossScaler(init_scale={})"
-        divided = f"dividing the loss by {exact(self._settled_scale / scale)} or more"
+        settled = settled_scale(self._trainer, self._blank.record.scale)
+        divided = f"dividing the loss by {exact(settled / scale)} or more"
         return setting.format(literal(scale)) if scale >= 1 else divided, {"scale": scale}
 
     def _try_all(self, report: Overflow, trials: list[Trial] | None, step: KeptBatch, reference: _Run) -> Overflow:
@@ -354,7 +350,7 @@ class _Search:
 
     def _works(self, step: KeptBatch, reference: _Run, rules: Sequence[str] = (), **how: Any) -> bool:
         """Return whether loss and gradients are finite with a remedy, and the loss is the reference's. Never raises."""
-        how.setdefault("scale", self._settled_scale)
+        how.setdefault("scale", settled_scale(self._trainer, self._blank.record.scale))
         active = None
         try:
             if rules:

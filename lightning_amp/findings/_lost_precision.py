@@ -84,22 +84,19 @@ class LostPrecision(NamedTuple):
     tried: tuple[TriedRemedy, ...] = ()
     metric: str = ""
 
-    @property
-    def where(self) -> str:
-        """Name the module, and say how far its output is from fp32."""
+    @override
+    def __str__(self) -> str:
         named = f"`{self.module}` ({self.module_class})"
         output, inputs = (bits_kept(sqnr_db, self.precision) for sqnr_db in (self.output_sqnr_db, self.input_sqnr_db))
         if self.output_sqnr_db == -math.inf:
-            return f"{named}: its output is not finite in {self.precision}, although its inputs are, and fp32 is"
-        if self.output_sqnr_db < WRONG_DB:
-            return f"{named}: its output keeps {output} of fp32, and its inputs keep {inputs}"
-        if self.tried and not self.tried[0].works:
-            return f"the outputs of all modules are close to fp32 and keep at least {output}"
-        return f"no module loses more than {named}, whose output keeps {output} of fp32"
-
-    @override
-    def __str__(self) -> str:
-        return f"{self.where}\n  {describe_tried(self.tried)}" if self.tried else self.where
+            text = f"{named}: its output is not finite in {self.precision}, although its inputs are, and fp32 is"
+        elif self.output_sqnr_db < WRONG_DB:
+            text = f"{named}: its output keeps {output} of fp32, and its inputs keep {inputs}"
+        elif self.tried and not self.tried[0].works:
+            text = f"the outputs of all modules are close to fp32 and keep at least {output}"
+        else:
+            text = f"no module loses more than {named}, whose output keeps {output} of fp32"
+        return f"{text}\n  {describe_tried(self.tried)}" if self.tried else text
 
 
 def describe_tried(tried: Sequence[TriedRemedy]) -> str:

@@ -170,6 +170,8 @@ class ModuleTable(SampledTable[ModuleRow]):
 
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
+_NOT_TRIED = "fix: `eval_precision='fp32'` (not tried)"
+
 
 def describe_comparison(rows: Sequence[ComparisonRow], found: LostPrecision | None) -> str:
     """Sum up a comparison by the metric that differs most, the first row; `found` says what was tried against it."""
@@ -179,7 +181,9 @@ def describe_comparison(rows: Sequence[ComparisonRow], found: LostPrecision | No
         return f"{text}{counted(len(rows), 'metric')} compared, all equal to fp32."
     if worst.is_broken:
         broken = [f"`{row.metric}` (AMP {row.amp:.6g}, fp32 {row.fp32:.6g})" for row in rows if row.is_broken]
-        return f"{text}NaN or infinite in mixed precision only: {listed(broken)}\n  {_fix(worst, found)}"
+        tried = found.tried if found is not None and found.metric == worst.metric else ()
+        fix = describe_tried(tried) if tried else _NOT_TRIED
+        return f"{text}NaN or infinite in mixed precision only: {listed(broken)}\n  {fix}"
     differs = f" ({100 * abs(worst.relative_diff):.2g} %)" if abs(worst.relative_diff) < 1 else ""
     text += f"`{worst.metric}` differs most: AMP {worst.amp:.6g}, fp32 {worst.fp32:.6g}{differs}."
     return text if len(rows) == 1 else f"{text} `print(comparison.table)` shows {counted(len(rows), 'metric')}."
@@ -191,14 +195,8 @@ def describe_difference(row: ComparisonRow, exceeding: str, found: LostPrecision
     if exceeding:
         costs = f"mixed precision costs more than the tolerance in epoch {row.epoch}: {exceeding}"
         text = f"{text}; {costs}" if row.is_broken and f"`{row.metric}`" not in exceeding else costs
-    because = "the first batches of the evaluation do not show why" if found is None else found.where
-    return f"`MetricComparison`: {text}" + (f"\n  {because}\n  {_fix(row, found)}" if searched else "")
-
-
-def _fix(row: ComparisonRow, found: LostPrecision | None) -> str:
-    if found is None or found.metric != row.metric or not found.tried:
-        return "fix: `eval_precision='fp32'` (not tried)"
-    return describe_tried(found.tried)
+    because = f"the first batches of the evaluation do not show why\n  {_NOT_TRIED}" if found is None else str(found)
+    return f"`MetricComparison`: {text}" + (f"\n  {because}" if searched else "")
 
 
 def describe_both(row: ComparisonRow, names: Sequence[str]) -> str:
