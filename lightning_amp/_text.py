@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -54,6 +55,22 @@ def literal(value: object) -> str:
         return f"2.0**{exponent}"
     text = " ".join(UNNAMED.sub(lambda found: found[1] or found[2], repr(value)).split())
     return text if len(text) <= _MOST_OF_A_VALUE else f"{text[: _MOST_OF_A_VALUE - 3]}..."
+
+
+def called(one: object, *first: object, **values: object) -> str:
+    """Return the code that makes an object, without arguments that have their default.
+
+    Args:
+        one: The object, whose attributes are the arguments.
+        first: The first arguments, which are written without names.
+        values: Arguments that are not attributes.
+
+    """
+    given = [*map(repr, first)]
+    for argument in [*inspect.signature(type(one)).parameters.values()][len(first) :]:
+        value = values.get(argument.name, getattr(one, argument.name, argument.default))
+        given += [] if value == argument.default else [f"{argument.name}={value!r}"]
+    return f"{type(one).__name__}({', '.join(given)})"
 
 
 def counted(count: int, noun: str) -> str:

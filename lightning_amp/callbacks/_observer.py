@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from lightning_amp._compat._names import (
 )
 from lightning_amp._files import child
 from lightning_amp._last_trainer import LastTrainer
+from lightning_amp._text import called
 from lightning_amp.precision import AmpPrecision
 
 
@@ -56,9 +56,7 @@ class Observer(Callback):
 
     def __repr__(self) -> str:
         """Return the code that makes this callback, without arguments that have their default."""
-        arguments = inspect.signature(type(self)).parameters.values()
-        given = [f"{a.name}={v!r}" for a in arguments if (v := getattr(self, a.name, a.default)) != a.default]
-        return f"{type(self).__name__}({', '.join(given)})"
+        return called(self)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_amp import _messages
 from lightning_amp._text import counted, exact
-from lightning_amp.casting import Choice
+from lightning_amp.casting import Choice, cpu_has
 from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._settings import PluginArguments
 from lightning_amp.scaling import DynamicLossScaler
@@ -54,7 +54,8 @@ def first_line(
 def precision_on(choice: Choice, device_type: str, why: str) -> str:
     """Describe a precision on a device."""
     autocast = "bf16" if choice.name == "fp8" else choice.name
-    what = f"{autocast} autocast on {device_type}" if choice.mixed else f"fp32 on {device_type}, no autocast"
+    emulated = " (emulated, which is slow)" if device_type == "cpu" and not cpu_has(autocast) else ""
+    what = f"{autocast} autocast on {device_type}{emulated}" if choice.mixed else f"fp32 on {device_type}, no autocast"
     return f"precision 'auto' is {choice.name!r} here ({why}): {what}" if why else what
 
 

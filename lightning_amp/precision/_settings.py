@@ -9,6 +9,7 @@ from typing_extensions import final
 
 from lightning_amp._arguments import checked_rules, require_bool
 from lightning_amp._compat import _names, _torch
+from lightning_amp._text import called
 from lightning_amp.casting import (
     Canonical,
     Choice,
@@ -40,9 +41,9 @@ class Settings:
 
     def __init__(self, precision: Any, eval_precision: Any, scaler: Any, fp8_recipe: Any = None) -> None:
         self.requested: Precision = parse_precision(precision)
-        self._eval_requested: Precision | None = None
+        self.eval_requested: Precision | None = None
         if eval_precision is not None:
-            self._eval_requested = parse_precision(eval_precision, "eval_precision")
+            self.eval_requested = parse_precision(eval_precision, "eval_precision")
         if fp8_recipe is not None and self.requested != "fp8":
             raise ValueError(
                 f"`fp8_recipe` is for precision 'fp8', got `precision={precision!r}`. Write `AmpPrecision('fp8',"
@@ -65,7 +66,7 @@ class Settings:
         the process `group` decides for all, because machines may differ.
         """
         picked, why = Choice.of("fp32"), ""
-        if "auto" in (self.requested, self._eval_requested):
+        if "auto" in (self.requested, self.eval_requested):
             picked, why = Choice.pick(device)
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
@@ -80,9 +81,9 @@ class Settings:
                 training.require(device)
             elif fitting:
                 training.require(device, emulated=emulates(self.fp8_recipe))
-        if self._eval_requested is None:
+        if self.eval_requested is None:
             return training, Choice.of("bf16") if training.name == "fp8" else training, why
-        evaluation = picked if self._eval_requested == "auto" else Choice.of(self._eval_requested)
+        evaluation = picked if self.eval_requested == "auto" else Choice.of(self.eval_requested)
         evaluation.require(device, "eval_precision")
         return training, evaluation, why
 
@@ -121,7 +122,9 @@ class PluginArguments:
         self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # until one is known
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._settings.requested!r})"
+        """Return the code that makes this plugin, without arguments that have their default."""
+        own = self._settings
+        return called(self, own.requested, scaler=own.given_scaler, eval_precision=own.eval_requested)
 
     def __bool__(self) -> bool:
         """Return `True`. To a Trainer of the other kind of Lightning, raise an error: it would train without us."""

@@ -383,7 +383,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         return state
 
     def __repr__(self) -> str:
-        settings = {"init_scale": self._start[0]} | self._settings()
+        settings = {"init_scale": self._start[0]} | self._settings() if self.is_enabled() else {"enabled": False}
         return f"{type(self).__name__}({', '.join(f'{name}={literal(value)}' for name, value in settings.items())})"
 
 
