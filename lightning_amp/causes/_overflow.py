@@ -68,7 +68,7 @@ def weight_sizes(trainer: Trainer, module: LightningModule) -> tuple[float, floa
     """
     trained = [values for p in module.parameters() if p.requires_grad and (values := dense(p.detach())).numel()]
     matrices = [values for values in trained if values.ndim > 1] or trained  # FSDP1 flattens them
-    sizes = [torch.linalg.vector_norm(values, dtype=torch.float32) / values.numel() ** 0.5 for values in matrices]
+    sizes = [torch.linalg.vector_norm(values).float() / values.numel() ** 0.5 for values in matrices]
     typical = float(stack_scalars(sizes).median()) if len(sizes) > 1 else 0.0
     largest = float(stack_scalars([largest_finite(values) for values in trained]).max()) if trained else 0.0
     return max(gather(trainer, (typical, largest))) if is_sharded(trainer) else (typical, largest)
