@@ -190,8 +190,11 @@ class OverflowLocator(Observer):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        fell = "skipped while the scale settled, which is how dynamic scaling works"
+        if self._plugin is not None and 2 * self._num_harmless > self._plugin.num_steps + self._plugin.num_skipped > 8:
+            fell = "skipped while the scale fell, which is most of the fit: the loss or the learning rate is too large"
         counts = {
-            "skipped while the scale settled, which is how dynamic scaling works": self._num_harmless,
+            fell: self._num_harmless,
             "more skipped for a cause that was reported": self._num_repeated,
         }
         if parts := [f"{counted(number, 'step')} {why}" for why, number in counts.items() if number]:

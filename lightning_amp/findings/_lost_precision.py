@@ -93,7 +93,7 @@ class LostPrecision(NamedTuple):
         elif self.output_sqnr_db < WRONG_DB:
             text = f"{named}: its output keeps {output} of fp32, and its inputs keep {inputs}"
         elif self.tried and not self.tried[0].works:
-            text = f"the outputs of all modules are close to fp32 and keep at least {output}"
+            text = f"the outputs of modules with finite inputs are close to fp32 and keep at least {output}"
         else:
             text = f"no module loses more than {named}, whose output keeps {output} of fp32"
         return f"{text}\n  {describe_tried(self.tried)}" if self.tried else text

@@ -27,7 +27,8 @@ _HALF = {
 """How torch's errors write a half-precision dtype; a tensor that a message prints, `dtype=torch.float16`, is none."""
 _COMPLEX_HALF = re.compile(r"[Cc]omplex(?:<c10::)?Half")
 _SUPPORTED = re.compile(r"\w+(?:, \w+)*,? or \w+")  # "Half, Float or Double": what would work, not what it got
-_UNNAMED = re.compile(r"same d?types?$|src\.dtype")  # two dtypes differ, and the message names neither
+_NO_KERNEL = "could not create a primitive descriptor"  # oneDNN's words, without the dtype
+_UNNAMED = re.compile(rf"same d?types?$|src\.dtype|{_NO_KERNEL}")  # two dtypes differ, and the message names neither
 _UNSUPPORTED = re.compile(r"not implemented for|[Nn]ot support|[Uu]nsupported")
 _NO_FLOATS = re.compile(r"\b(?:bool|boolean|byte|int|integer|long)\b", re.IGNORECASE)
 _FLOATS = re.compile(r"\b(?:float|double)", re.IGNORECASE)
@@ -59,6 +60,8 @@ def note(error: BaseException, choice: Choice, modules: Sequence[nn.Module], ste
             f"{named(doubles)} {'is' if len(doubles) == 1 else 'are'} float64, and the module is float32: have the"
             " dataset return float32 (NumPy's default is float64), or call `.float()`"
         )
+    elif _NO_KERNEL in message:
+        text = f"this CPU has no {half} kernel for that layer: keep the layer in fp32 with `fp32_modules`"
     elif "without overflow" in message:
         text = f"{half} does not hold that number: write `torch.finfo(x.dtype).min` (or `.max`) for a tensor `x`"
     elif function:

@@ -178,7 +178,8 @@ def describe_comparison(rows: Sequence[ComparisonRow], found: LostPrecision | No
     worst = rows[0]
     text = f"MetricComparison, epoch {worst.epoch}: "
     if all(row.diff == 0 for row in rows):
-        return f"{text}{counted(len(rows), 'metric')} compared, all equal to fp32."
+        broken = [f"`{row.metric}` is {row.fp32:.6g} in both" for row in rows if not math.isfinite(row.fp32)]
+        return f"{text}{counted(len(rows), 'metric')} compared, all equal to fp32{'; '.join(['', *broken])}."
     if worst.is_broken:
         broken = [f"`{row.metric}` (AMP {row.amp:.6g}, fp32 {row.fp32:.6g})" for row in rows if row.is_broken]
         tried = found.tried if found is not None and found.metric == worst.metric else ()

@@ -106,6 +106,17 @@ OPERATIONS = [
 ]
 
 
+class Descriptor(Layer):
+    """As an LSTM fails on some CPUs."""
+
+    remedy = "this CPU has no (float16|bfloat16) kernel for that layer: keep the layer in fp32 with `fp32_modules`"
+
+    def faulty(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32 and not self.cured:
+            raise RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive.")
+        return x
+
+
 class PseudoInverse(Layer):
     remedy = r"still fails, do so inside `with lightning_amp\.precision\.fp32_region\(\):`"
 
@@ -171,7 +182,7 @@ class OwnForward(OwnFunction):
 
 
 FAULTS: list[type[Layer]] = [
-    *(Constant, Convolution, *OPERATIONS, PseudoInverse),
+    *(Constant, Convolution, *OPERATIONS, Descriptor, PseudoInverse),
     *(OwnFunction, OwnFunctionWithSetup, OwnForward),
 ]
 CASES = [(f, p) for f in FAULTS for p in getattr(f, "precisions", ("fp16", "bf16"))]

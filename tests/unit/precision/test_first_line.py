@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, FabricAmpPrecision
 from lightning_amp.casting import Choice
+from lightning_amp.precision import _first_line
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -116,7 +117,13 @@ def test_one_line_says_what_is_on(caplog: pytest.LogCaptureFixture) -> None:
         (lines[case],) = said(caplog)
         trainer.validate(trainer.lightning_module, batches(1), verbose=False)
         assert said(caplog) == []
-    assert_approved("first_line", {case: line.replace(f"on {DEVICE},", "on cpu,") for case, line in lines.items()})
+    assert_approved(
+        "first_line",
+        {
+            case: line.replace(f"on {DEVICE},", "on cpu,").replace(" (emulated, which is slow)", "")
+            for case, line in lines.items()
+        },
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,3 +167,9 @@ def test_a_resumed_run_says_what_it_has(
         assert ("loss scale (dynamic)" in line) == (now == "fp16")
         assert "2**" not in line
     assert lines == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize("has", [[], ["avx512_bf16"]])
+def test_a_precision_that_the_cpu_emulates_is_called_so(has: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_first_line, "cpu_has", lambda name: has)
+    assert ("emulated" in _first_line.precision_on(Choice.of("bf16"), "cpu", "")) == (not has)
