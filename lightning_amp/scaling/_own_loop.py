@@ -91,7 +91,7 @@ class ScaledSteps(StepCounts):
         is_sequence = isinstance(optimizers, Iterable)
         unwrapped = [_torch.unwrap_optimizer(optimizer) for optimizer in optimizers] if is_sequence else []
         fine = is_sequence and all(isinstance(optimizer, Optimizer) for optimizer in unwrapped)
-        require(fine, "optimizers", "a sequence of `torch.optim.Optimizer`", optimizers)
+        require(fine, "optimizers", "a sequence of `torch.optim.Optimizer`", optimizers, "Write `[optimizer]`.")
         self.skip_nonfinite = skip_nonfinite
         self.process_group = process_group
         self.begin(DynamicLossScaler.taking(scaler), unwrapped)

@@ -76,7 +76,10 @@ def _places(prefix: str, module: nn.Module) -> list[BufferPlace]:
 def _hint(rule: str, root: nn.Module, names: list[str]) -> str:
     plain = [(prefix, *item) for prefix, module in root.named_modules() for item in vars(module).items()]
     others = [f"{prefix}.{name}".lstrip(".") for prefix, name, value in plain if isinstance(value, Tensor)]
-    for name in map(_modules.plain_name, [*dict(root.named_parameters()), *others]):
+    for name in map(_modules.plain_name, dict(root.named_parameters())):
+        if fnmatchcase(name, rule):
+            return f"`{name}` is a parameter, which a skipped step leaves unchanged."
+    for name in map(_modules.plain_name, others):
         if fnmatchcase(name, rule):
             return f"`{name}` is no buffer: write `register_buffer({name.rpartition('.')[2]!r}, ...)`."
     close = difflib.get_close_matches(rule, names, n=5, cutoff=0.5)

@@ -59,11 +59,9 @@ class Bad(Toy):
 def test_a_skipped_step_and_second_runs_leave_no_frames_and_no_tensors(
     precision: str, observed: bool, all_garbage: None
 ) -> None:
-    observers = [ScaleMonitor(), OverflowLocator(), GradientMonitor(every_n_steps=1), MetricComparison()]
+    observers = [ScaleMonitor(), OverflowLocator(), GradientMonitor(every_n_steps=1), MetricComparison()] * observed
     plugin, found = AmpPrecision(precision), Found()
-    trainer = quiet_trainer(
-        plugins=[plugin], max_epochs=1, val_check_interval=3, callbacks=[*(observers if observed else []), found]
-    )
-    trainer.fit(Bad(), batches(5), batches(1))
+    settings: Any = {"max_epochs": 1, "val_check_interval": 3, "callbacks": [*observers, found]}
+    quiet_trainer(plugins=[plugin], **settings).fit(Bad(), batches(5), batches(1))
     assert plugin.num_skipped
     assert found.names == set()

@@ -262,7 +262,7 @@ def test_a_batch_that_is_kept_is_not_written_into() -> None:
     [
         (["quue"], r"'quue', which matches no buffer. Close to it are: 'queue'"),
         (["queue", "centre"], r"'centre', which matches no buffer. There are: 'queue', 'queue_pointer'"),
-        (["net.weight"], r"'net.weight', which matches no buffer. `net.weight` is no buffer"),
+        (["net.weight"], r"'net.weight', which matches no buffer. `net.weight` is a parameter"),
         (["plain"], r"'plain', which matches no buffer. `plain` is no buffer: .*register_buffer\('plain', ...\)"),
     ],
 )

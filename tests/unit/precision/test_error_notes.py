@@ -84,6 +84,12 @@ def product(x: Tensor, _: Tensor) -> Tensor:
     return z @ z.T
 
 
+def recurrent(x: Tensor, _: Tensor) -> Tensor:
+    if x.dtype != torch.float32:  # as `nn.LSTM` on some CPUs
+        raise RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive.")
+    return x
+
+
 OPERATIONS = [
     # two dtypes that the error names, each in another way
     operation("Cross", lambda x, w: torch.linalg.cross(x[:, :3], w[:, :3])),
@@ -99,22 +105,12 @@ OPERATIONS = [
     operation("Scatter", lambda x, _: zeros(x).scatter_add_(0, torch.zeros_like(x, dtype=torch.long), x)),
     operation("Inner", torch.inner),
     # an operation without such a kernel
+    operation("Descriptor", recurrent, r"this CPU has no b?float16 kernel for that layer: keep the layer in fp32"),
     operation("Determinant", lambda x, _: torch.linalg.det(x[:, : len(x)]), "does not support: call"),
     operation("Complex", lambda x, _: torch.complex(x, x), Layer.remedy, "bf16"),
     operation("ToNumpy", lambda x, _: torch.from_numpy(x.detach().cpu().numpy()), Layer.remedy, "bf16"),
     operation("ComplexProduct", product, r"call `\.to\(torch\.complex64\)` on each complex32", "fp16"),
 ]
-
-
-class Descriptor(Layer):
-    """As an LSTM fails on some CPUs."""
-
-    remedy = "this CPU has no (float16|bfloat16) kernel for that layer: keep the layer in fp32 with `fp32_modules`"
-
-    def faulty(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.float32 and not self.cured:
-            raise RuntimeError("could not create a primitive descriptor for the LSTM forward propagation primitive.")
-        return x
 
 
 class PseudoInverse(Layer):
@@ -182,7 +178,7 @@ class OwnForward(OwnFunction):
 
 
 FAULTS: list[type[Layer]] = [
-    *(Constant, Convolution, *OPERATIONS, Descriptor, PseudoInverse),
+    *(Constant, Convolution, *OPERATIONS, PseudoInverse),
     *(OwnFunction, OwnFunctionWithSetup, OwnForward),
 ]
 CASES = [(f, p) for f in FAULTS for p in getattr(f, "precisions", ("fp16", "bf16"))]
