@@ -92,7 +92,7 @@ def test_validation_in_the_middle_of_a_fit_is_that_of_bf16() -> None:
 def test_module_and_checkpoint_are_those_of_a_bf16_run(tmp_path: Path) -> None:
     class Look(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-            types[repr(trainer.precision_plugin)] = [type(m) for m in module.modules()]
+            types[name] = [type(m) for m in module.modules()]
 
     types: dict[str, list[type]] = {}
     keys: dict[str, list[str]] = {}
@@ -100,7 +100,7 @@ def test_module_and_checkpoint_are_those_of_a_bf16_run(tmp_path: Path) -> None:
         trainer = fit(Net, plugin, callbacks=[Look()])
         trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
         keys[name] = list(torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"])
-    assert types["AmpPrecision('fp8')"] == types["AmpPrecision('bf16')"]
+    assert types["fp8"] == types["bf16"]
     assert keys["fp8"] == keys["bf16"]
     fit(Net, AmpPrecision("bf16"), ckpt_path=tmp_path / "fp8.ckpt", max_epochs=2)
     fit(Net, fp8(), ckpt_path=tmp_path / "bf16.ckpt", max_epochs=2)

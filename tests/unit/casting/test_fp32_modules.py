@@ -259,7 +259,7 @@ class TestRules:
             (nn.LayerNorm, r"Write `fp32_modules=\[LayerNorm\]`"),
             ([3], "subclasses of `torch.nn.Module`; got 3"),
             ([""], "got ''"),
-            ([int], "got <class 'int'>"),
+            ([int], "got int"),
             ([nn.Linear(2, 2)], "got Linear"),
             (3, "got 3"),
             (None, "got None"),

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import machines
 
 from lightning_amp.casting import Choice, _precision_choice, has_bf16_units
 
@@ -97,12 +96,17 @@ def test_auto_on_a_cpu(machine: str) -> None:
     ],
 )
 def test_the_vendor(
-    cpuinfo: str | None, processor: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cpuinfo: str | None,
+    processor: str,
+    expected: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    on_machine: Any,
 ) -> None:
     file = tmp_path / "cpuinfo"
     if cpuinfo is not None:
         file.write_text(cpuinfo)
-    machines.move_to("real")
+    on_machine("real")
     monkeypatch.setattr(_precision_choice, "Path", lambda _: file)
     monkeypatch.setattr("platform.processor", lambda: processor)
     assert _precision_choice.is_amd() is expected
