@@ -78,8 +78,8 @@ class MetricComparison(Observer):
     `trainer.validate()` and `trainer.test()` compare too. `.table` has the rows of all comparisons. One line at the end
     names the metric that differs most, or each one that is NaN or infinite in mixed precision only.
 
-    The callback looks for the module to blame, once per run, if a metric exceeds `tolerance` or is off by a quarter,
-    and once more if a metric is not finite where fp32 is. It runs the first batches of the evaluation again in both
+    The callback looks for the module to blame, once per run, if a metric exceeds `tolerance` or is off by a quarter. It
+    looks once more if a metric is not finite where fp32 is. It runs the first batches of the evaluation again in both
     precisions. One warning names the module whose output is furthest from fp32, although its inputs are close. It says
     whether `fp32_modules=[module]` and `eval_precision="fp32"` helped in a trial. :attr:`report` has the same as data.
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from support import Toy, batches, quiet_trainer
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_amp import AmpPrecision, GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
 
@@ -20,10 +19,8 @@ from lightning_amp import AmpPrecision, GradientMonitor, MetricComparison, Overf
 class Found(L.Callback):
     """Collects the garbage of each batch: frames, and tensors of more than one value."""
 
-    def __init__(self) -> None:
-        self.names: set[str] = set()
+    names: set[str]
 
-    @override
     def on_train_batch_end(self, *args: Any) -> None:
         gc.collect()
         for thing in gc.garbage:
@@ -46,7 +43,6 @@ def all_garbage() -> Iterator[None]:
 
 
 class Bad(Toy):
-    @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * (torch.nan if batch_idx == 2 else 1.0)
 
@@ -61,6 +57,7 @@ def test_a_skipped_step_and_second_runs_leave_no_frames_and_no_tensors(
 ) -> None:
     observers = [ScaleMonitor(), OverflowLocator(), GradientMonitor(every_n_steps=1), MetricComparison()] * observed
     plugin, found = AmpPrecision(precision), Found()
+    found.names = set()
     settings: Any = {"max_epochs": 1, "val_check_interval": 3, "callbacks": [*observers, found]}
     quiet_trainer(plugins=[plugin], **settings).fit(Bad(), batches(5), batches(1))
     assert plugin.num_skipped

@@ -86,7 +86,7 @@ def test_auto_on_a_cpu(machine: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpuinfo", "processor", "expected"),
+    ("cpuinfo", "processor", "is_amds"),
     [
         ("vendor_id\t: AuthenticAMD", "", True),
         ("vendor_id\t: GenuineIntel", "AuthenticAMD", False),
@@ -96,12 +96,7 @@ def test_auto_on_a_cpu(machine: str) -> None:
     ],
 )
 def test_the_vendor(
-    cpuinfo: str | None,
-    processor: str,
-    expected: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    on_machine: Any,
+    cpuinfo: str | None, processor: str, is_amds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_machine: Any
 ) -> None:
     file = tmp_path / "cpuinfo"
     if cpuinfo is not None:
@@ -109,7 +104,7 @@ def test_the_vendor(
     on_machine("real")
     monkeypatch.setattr(_precision_choice, "Path", lambda _: file)
     monkeypatch.setattr("platform.processor", lambda: processor)
-    assert _precision_choice.is_amd() is expected
+    assert _precision_choice.is_amd() is is_amds
 
 
 def test_the_device_that_is_given_is_asked_and_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
