@@ -27,8 +27,9 @@ _INK, _RULE, _BAD, _CONTROL = "#000001", "#000002", "#000003", "#0000ff"
 _ARMS = [f"#0000a{i}" for i in range(8)]
 """Colours of the charts. The page replaces each with a variable of its style sheet, which is light or dark."""
 
-_VARIABLES = {_INK: "soft", _RULE: "rule", _BAD: "bad", _CONTROL: "control"}
-_VARIABLES |= {colour: f"arm-{i}" for i, colour in enumerate(_ARMS)}
+_VARIABLES = {_INK: "soft", _RULE: "rule", _BAD: "bad", _CONTROL: "control"} | {
+    c: f"arm-{i}" for i, c in enumerate(_ARMS)
+}
 
 _DASHES = ["-", "--", ":", "-."]
 _STYLE: Any = {
