@@ -69,7 +69,8 @@ def called(one: object, *first: object, **values: object) -> str:
     given = [*map(repr, first)]
     for argument in [*inspect.signature(type(one)).parameters.values()][len(first) :]:
         value = values.get(argument.name, getattr(one, argument.name, argument.default))
-        given += [] if value == argument.default else [f"{argument.name}={value!r}"]
+        written = literal(value) if isinstance(value, float) else repr(value)
+        given += [] if value == argument.default else [f"{argument.name}={written}"]
     return f"{type(one).__name__}({', '.join(given)})"
 
 

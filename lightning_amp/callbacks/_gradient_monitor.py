@@ -115,7 +115,7 @@ class GradientMonitor(Observer):
         super()._forget()
         self.table, self._verdict, self._runs = GradientTable(), "", True
         self._next_step, self._largest, self._last_scale = 0, 0.0, math.inf
-        self._found: dict[Any, str] = {}  # what was tried against a lost gradient
+        self._found: dict[tuple[str, bool, bool, float | None], str] = {}  # what was tried against a lost gradient
 
     @property
     def recommended_scale(self) -> float | None:
@@ -210,14 +210,15 @@ class GradientMonitor(Observer):
         """Try a setting against a new fault of the sample, and keep the words for the end of the fit."""
         if sample.derivatives and self._is_news("derivative"):
             _messages.warn(f"`GradientMonitor`: {describe_derivative(sample.derivatives[0])}")
-        bad, key, scale = sample.bad(), None, self.recommended_scale
+        bad, found, scale = sample.bad(), "", self.recommended_scale
         if bad and not sample.clipped and math.isfinite(sample.rows[-1].largest):
-            overflows = math.isnan(sample.rows[-1].sqnr_db)
-            # another scale may fit by now, and none helps a forward that overflows
-            key = bad[0].name, bad[0].rounds_to_zero, overflows, overflows and sample.forward_is_finite and scale
+            # if the backward overflows, another scale may fit by now
+            fitting = scale if math.isnan(sample.rows[-1].sqnr_db) and sample.forward_is_finite else None
+            key = bad[0].name, bad[0].rounds_to_zero, sample.forward_is_finite, fitting
             if key not in self._found and len(self._found) < _MAX_CAUSES:
                 self._found[key] = lost_in_training(trainer, sample, sampler, scale)
-        self._verdict = describe_gradient(sample, scale, self._found.get(key, ""))
+            found = self._found.get(key, "")
+        self._verdict = describe_gradient(sample, scale, found)
         if sample.clipped and bad and self._is_news("clipped"):
             _messages.warn(self._verdict)
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import final, override
 
 from lightning_amp import _messages
-from lightning_amp._arguments import require_count
+from lightning_amp._arguments import is_number, require_count
 from lightning_amp._compat import _lightning, _modules
 from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp._files import location, write_atomically
@@ -192,7 +192,7 @@ class OverflowLocator(Observer):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         fell = "skipped while the scale settled, which is how dynamic scaling works"
         if self._plugin is not None and 2 * self._num_harmless > self._plugin.num_steps + self._plugin.num_skipped > 8:
-            fell = "skipped while the scale fell, which is most of the fit: the loss or the learning rate is too large"
+            fell = "skipped while the scale fell, most of the fit. If a longer fit goes on so, the loss is too large"
         counts = {
             fell: self._num_harmless,
             "more skipped for a cause that was reported": self._num_repeated,
@@ -241,7 +241,7 @@ class OverflowLocator(Observer):
             reports = [Overflow.from_dict(values) for values in saved.entries("reports")]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise saved.wrong("reports", "a list of reports, as `Overflow.as_dict()` writes them") from error
-        weights = saved.take("weights", "two numbers, or none", lambda one: one is None or len(one) == 2)
+        weights = saved.take("weights", "two numbers, or none", lambda one: one is None or _are_two_numbers(one))
         counts = map(saved.count, ("num_overflows", "num_harmless", "num_repeated"))
         self._num_overflows, self._num_harmless, self._num_repeated = counts
         self._weights, self.reports = weights and tuple(weights), reports
@@ -372,3 +372,7 @@ def _is_marker(tensor: Tensor) -> bool:
     """Return whether values may be bad on purpose: infinities of masks and distances, observers that are all NaN."""
     nan = torch.isnan(dense(tensor.detach()))
     return bool(nan.all() or not nan.any())
+
+
+def _are_two_numbers(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(is_number(one, finite=False) for one in value)

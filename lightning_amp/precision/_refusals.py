@@ -160,4 +160,4 @@ def _has_trainer(module: LightningModule) -> bool:
 
 def as_written(name: str, plugin: Any) -> str:
     """Return the code that makes a plugin of another class with the precision of this one."""
-    return f"{name}{repr(plugin).removeprefix(type(plugin).__name__).partition(',')[0].rstrip(')')})"
+    return f"{name}({plugin._settings.requested!r})"

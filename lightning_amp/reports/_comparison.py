@@ -96,8 +96,7 @@ class ComparisonTable(SampledTable[ComparisonRow]):
     def suspect(self) -> ComparisonRow | None:
         """Return the worst metric of the last comparison, if it exceeds its tolerance or went clearly wrong."""
         rows = [row for row in self.worst_first() if self._exceeds(row) or row.went_wrong]
-        key = lambda row: (not row.is_broken, not self._exceeds(row), math.isfinite(row.amp))  # noqa: E731
-        return min(rows, key=key, default=None)
+        return min(rows, key=lambda r: (not r.is_broken, not self._exceeds(r), math.isfinite(r.amp)), default=None)
 
     def exceeding(self) -> str:
         """Name the metrics of the last comparison that exceed their tolerance, the worst first; "" if none does."""

@@ -16,7 +16,7 @@ from typing_extensions import final, override
 from lightning_amp._arguments import is_number, require, require_count
 from lightning_amp._compat import _torch
 from lightning_amp._terminal import own_lines
-from lightning_amp._text import exact, literal
+from lightning_amp._text import called, exact, literal
 from lightning_amp.numerics import nonfinite
 from lightning_amp.scaling._checkpoint import Saved, check_scaler_state
 from lightning_amp.scaling._log import RecordLog, StepResult
@@ -383,8 +383,9 @@ class DynamicLossScaler(torch.amp.GradScaler):
         return state
 
     def __repr__(self) -> str:
-        settings = {"init_scale": self._start[0]} | self._settings() if self.is_enabled() else {"enabled": False}
-        return f"{type(self).__name__}({', '.join(f'{name}={literal(value)}' for name, value in settings.items())})"
+        """Return the code that makes this scaler, without arguments that have their default."""
+        own = {"init_scale": self._start[0], **self._settings()} if self.is_enabled() else {"enabled": False}
+        return called(self, **own)
 
 
 def load_state(saved: Saved, scaler: DynamicLossScaler | None, log: RecordLog) -> list[str]:

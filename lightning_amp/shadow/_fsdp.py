@@ -14,7 +14,6 @@ from lightning_amp._compat import _sharding
 from lightning_amp._compat._names import FSDPStrategy, ModelParallelStrategy, Trainer
 
 _ABSENT: Any = object()
-_ACCUMULATED = "unsharded_accumulated_grad"
 
 
 def is_sharded(trainer: Trainer) -> bool:
@@ -31,12 +30,16 @@ def tensor_parallel_size(trainer: Trainer) -> int:
 def replace(undo: ExitStack, owner: Any, **attributes: Any) -> None:
     """Set attributes, or remove those that shall be `_ABSENT`, until `undo` closes.
 
-    It leaves out attributes that the object does not have in this version of torch.
+    It leaves out attributes that the object does not have, or only shows, in this version of torch.
     """
     for name, value in attributes.items():
-        if value is _ABSENT or hasattr(owner, name):
+        if value is _ABSENT or _can_set(owner, name):
             undo.callback(_set, owner, name, getattr(owner, name, _ABSENT))
             _set(owner, name, value)
+
+
+def _can_set(owner: Any, name: str) -> bool:
+    return hasattr(owner, name) and getattr(getattr(type(owner), name, None), "fset", owner) is not None
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
@@ -240,8 +243,7 @@ class Fsdp2:
                 replace(aside, group, reshard_after_backward=True, _partial_reduce_output=None)
                 replace(aside, group, _post_backward_pending=False, _partial_reduce_output_layout={})
             for param in self._params:
-                if _ACCUMULATED in vars(param):  # a newer torch leaves it in the gathered weight
-                    replace(aside, param, **{_ACCUMULATED: None})
+                replace(aside, param, unsharded_accumulated_grad=None)  # torch 2.15 only shows it
                 replace(aside, getattr(param, "_unsharded_param", None), grad=None)
             aside.callback(self.settle)
             yield
@@ -272,11 +274,11 @@ class Fsdp2:
                 group.finalize_backward()
                 group.comm_ctx.post_forward_order.clear()
             group._training_state = type(group._training_state).IDLE
-            group._post_backward_pending = False
+            group._post_backward_pending = False  # which torch has from 2.15 on
             group._to_sharded()
         for param in self._params:
-            if _ACCUMULATED in vars(param):
-                setattr(param, _ACCUMULATED, None)
+            if _can_set(param, "unsharded_accumulated_grad"):
+                param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
 

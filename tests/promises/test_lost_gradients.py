@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import Toy, assert_same, batches, fit
 from torch import Tensor, nn
+from zoo.overflows import LargeOutput
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
 
@@ -100,15 +101,7 @@ def test_an_overflow_of_the_forward_is_named_and_not_the_head(caplog: pytest.Log
 
 
 def test_an_overflow_of_a_large_output_is_cured_before_the_scale_has_settled(caplog: pytest.LogCaptureFixture) -> None:
-    class Large(Toy):
-        def __init__(self) -> None:
-            super().__init__(net=nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1)))
-            nn.init.constant_(self.net[0].weight, 3e4)
-
-        def loss(self, batch: Tensor) -> Tensor:
-            return 100 * super().loss(batch.abs())
-
-    text = words(caplog, Large, AmpPrecision("fp16"))
+    text = words(caplog, LargeOutput, AmpPrecision("fp16"))
     assert "`net.0` (Linear): its output is not finite in fp16" in text
     assert re.search(
         r"fix: `fp32_modules=\['net.0'\]` and a loss scale of \d+, to which it falls by itself \(tried", text

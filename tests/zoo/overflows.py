@@ -30,6 +30,17 @@ def with_bad(*indices: int, count: int = 8) -> Any:
     return torch.utils.data.DataLoader(data, batch_size=4)
 
 
+class LargeOutput(Toy):
+    """Its first layer overflows in fp16, although its inputs do not, and its gradients fit at a low scale only."""
+
+    def __init__(self) -> None:
+        super().__init__(net=nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1)))
+        nn.init.constant_(self.net[0].weight, 3e4)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return 100 * super().loss(batch.abs())
+
+
 class HalfBody(L.LightningModule):
     """Frozen weights, and features, in bfloat16."""
 

@@ -10,7 +10,7 @@ import torch
 from support import Poison, Toy, assert_same, batches, fit
 from torch import Tensor, nn
 from zoo.faults import Net, plain_data
-from zoo.overflows import BadRow, HalfBody, fp16, with_bad
+from zoo.overflows import BadRow, HalfBody, LargeOutput, fp16, with_bad
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator
 from lightning_amp.shadow import TrainingPass
@@ -92,18 +92,10 @@ def test_a_step_that_counts_its_calls_is_not_reproduced() -> None:
 
 
 def test_a_remedy_is_tried_at_the_scale_that_the_run_would_have() -> None:
-    class Large(Toy):
-        def __init__(self) -> None:
-            super().__init__(net=nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1)))
-            nn.init.constant_(self.net[0].weight, 3e4)
-
-        def loss(self, batch: Tensor) -> Tensor:
-            return 100 * super().loss(batch.abs())
-
     for least, works in (1.0, True), (2.0**16, False):
         locator = OverflowLocator(max_reports=1)
         scaler = DynamicLossScaler(2.0**17, min_scale=least)
-        fit(Large, AmpPrecision("fp16", scaler=scaler), batches(1), callbacks=[locator])
+        fit(LargeOutput, AmpPrecision("fp16", scaler=scaler), batches(1), callbacks=[locator])
         assert dict(locator.reports[0].remedies)['fp32_modules=["net.0"]'] is works
 
 
