@@ -176,7 +176,7 @@ def describe_comparison(rows: Sequence[ComparisonRow], found: LostPrecision | No
     """Sum up a comparison by the metric that differs most, the first row; `found` says what was tried against it."""
     worst = rows[0]
     text = f"MetricComparison, epoch {worst.epoch}: "
-    if all(row.diff == 0 for row in rows):
+    if all(row.diff == 0 or (math.isnan(row.amp) and math.isnan(row.fp32)) for row in rows):
         broken = [f"`{row.metric}` is {row.fp32:.6g} in both" for row in rows if not math.isfinite(row.fp32)]
         return f"{text}{counted(len(rows), 'metric')} compared, all equal to fp32{'; '.join(['', *broken])}."
     if worst.is_broken:

@@ -8,7 +8,7 @@ import pytest
 from support.approved import assert_approved
 from support.tables import comparisons, many_comparisons
 
-from lightning_amp.reports import ComparisonRow, ComparisonTable
+from lightning_amp.reports import ComparisonRow, ComparisonTable, describe_comparison
 
 NAN, INF = math.nan, math.inf
 
@@ -37,7 +37,11 @@ def test_the_printed_tables() -> None:
     worst.add([*worst.last, ComparisonRow.of(1, 1, "nan", NAN, 1.0), ComparisonRow.of(1, 1, "both", NAN, NAN)])
     tables = {"loaders": comparisons(), "many": many_comparisons(), "empty": ComparisonTable()}
     texts = {case: str(table) for case, table in tables.items()}
-    assert_approved("metric_comparison", {**texts, "the three worst": worst.to_text(3)})
+    texts["the three worst"] = worst.to_text(3)
+    for value in (1.0, INF, NAN):
+        rows = [ComparisonRow.of(0, 0, *one) for one in (("a", 1.0, 1.0), ("b", value, value))]
+        texts[f"{value} in both"] = describe_comparison(rows, None)
+    assert_approved("metric_comparison", texts)
     assert worst.exceeding().startswith("`m3`: AMP")
     assert len(many_comparisons().to_text(None).splitlines()) == 21
     for wrong in (0, True, "3", 1.5):

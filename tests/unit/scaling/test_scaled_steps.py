@@ -184,7 +184,7 @@ def test_beside_accelerate(optimizer: str) -> None:
     (("fp16",), "scaler"),
     ((1024.0, ["no optimizer"]), "optimizers"),
     ((None, 3), "optimizers"),
-    ((None, plain_sgd([nn.Parameter(torch.ones(1))])), "optimizers"),
+    ((None, plain_sgd([nn.Parameter(torch.ones(1))])), r"optimizers.* Write `\[optimizer\]`"),
 ])  # fmt: skip
 def test_wrong_arguments(arguments: Any, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
