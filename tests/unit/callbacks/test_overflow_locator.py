@@ -103,12 +103,7 @@ def test_a_scale_that_settles_is_no_fault(caplog: pytest.LogCaptureFixture) -> N
     assert report.cause == "loss"
     assert caplog.text.count(" skipped (batch") == 1
     assert "steps skipped while the scale settled, which is how dynamic scaling works" in caplog.text
-    fit(
-        Toy,
-        AmpPrecision("fp16", scaler=DynamicLossScaler(2.0**30, max_scale=2.0**30)),
-        batches(10),
-        callbacks=[locator],
-    )
+    fit(Toy, fp16(2.0**30, max_scale=2.0**30), batches(10), callbacks=[locator])
     assert "10 steps skipped while the scale fell, most of the fit" in caplog.text
 
 
