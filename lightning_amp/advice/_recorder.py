@@ -17,7 +17,7 @@ from typing_extensions import final, override
 from lightning_amp._compat import _modules
 from lightning_amp.advice._step import BACKWARD, FORWARD, Loss, Operation, Recording, Wait
 from lightning_amp.measure import DeviceClock, flop_formulas, multiplied_dtype
-from lightning_amp.tracing import called_by_optimizer, running_place, user_place
+from lightning_amp.tracing import running_place, user_place
 
 _aten = torch.ops.aten
 
@@ -124,7 +124,7 @@ class Recorder:
         """Call a torch function, and remember it as the running one until it returns."""
         name, before = resolve_name(function) or getattr(function, "__name__", ""), self._called
         wait = self._wait(name.rpartition(".")[2], args)
-        if wait and not before.waits and not called_by_optimizer():
+        if wait and not before.waits:
             place, is_own = running_place(self._boundary)
             self._waits.update([(str(place), wait)] if is_own else [])
         self._called = _Call(name, torch.is_autocast_enabled(self._where.type), bool(wait) or before.waits)

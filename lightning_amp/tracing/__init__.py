@@ -13,7 +13,7 @@ from lightning_amp.tracing._first_bad import (
 )
 from lightning_amp.tracing._fp32_throughout import Fp32Draws, fp32_throughout
 from lightning_amp.tracing._operations import EXPONENTIALS, domain, plain
-from lightning_amp.tracing._places import Place, called_by_optimizer, running_place, user_place
+from lightning_amp.tracing._places import Place, running_place, user_place
 from lightning_amp.tracing._trace import Call, Gradient, Trace
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "RandomState",
     "Trace",
     "bad_entries",
-    "called_by_optimizer",
     "described",
     "domain",
     "first_bad",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from types import FrameType
 
@@ -40,12 +39,16 @@ def user_place(boundary: str) -> Place | None:
 def running_place(boundary: str) -> tuple[Place | None, bool]:
     """Return the innermost line outside of torch, and whether it is the user's.
 
+    What an optimizer of torch reads is on the host, so no line is returned.
+
     Args:
         boundary: File where the search ends; callers of that file are not searched.
 
     """
     for frame in _frames(boundary):
         file = frame.f_code.co_filename
+        if file.startswith(_OPTIMIZERS):
+            break
         if owner_of(file) not in ("torch", "Python") and not file.startswith(_WATCHERS):
             return Place(file, frame.f_lineno), is_users(file)
     return None, False
@@ -88,11 +91,6 @@ def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None,
         if place is not None and not seeks_module:
             break
     return None if place is None and module is None else (place, module)
-
-
-def called_by_optimizer() -> bool:
-    """Return whether an optimizer of torch is running: it reads its step counts, which are on the host."""
-    return any(frame.f_code.co_filename.startswith(_OPTIMIZERS) for frame in islice(_frames(""), 14))
 
 
 def _frames(boundary: str) -> Iterator[FrameType]:
