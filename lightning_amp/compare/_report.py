@@ -292,7 +292,7 @@ class PrecisionReport:
         """Compare the times of runs that had a device of the same model for themselves; or return why there are none.
 
         The control computes the same as the reference. If it is faster or slower, the machine was busy during one of
-        them, and perhaps during any other arm. So every interval is widened by the control's ratio.
+        them, and perhaps during any other arm. So every interval is widened by the control's interval.
         """
         ratios, why = list[float](), "no two runs finished with the same seed"
         for run, other in self._pairs(label):
@@ -310,7 +310,7 @@ class PrecisionReport:
             return None, why
         found = SpeedComparison.of(ratios, 1 - 2 * ALPHA)
         control = self._speed(CONTROL)[0] if self.plan.control and label != CONTROL else None
-        return (found if control is None else found.widened(control.ratio)), ""
+        return (found if control is None else found.widened(control)), ""
 
 
 def _logged(run: Run) -> tuple[tuple[float, ...], ...]:

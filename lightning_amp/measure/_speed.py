@@ -93,11 +93,12 @@ class SpeedComparison:
         """Return the fields and the claim as plain data for JSON."""
         return {"claim": self.claim, **asdict(self)}
 
-    def widened(self, factor: float) -> SpeedComparison:
-        """Widen the interval so that it remains valid if a busy machine changed the ratio by `factor`, up or down."""
+    def widened(self, control: SpeedComparison) -> SpeedComparison:
+        """Widen the interval by the end of the control's interval that is further from 1."""
         if self.low is None or self.high is None:
             return self
-        factor = max(factor, 1 / factor)
+        ends = (control.ratio, control.low or control.ratio, control.high or control.ratio)
+        factor = max(*ends, *(1 / end for end in ends))
         return replace(self, low=self.low / factor, high=self.high * factor)
 
     @property
