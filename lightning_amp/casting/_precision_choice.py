@@ -18,14 +18,18 @@ from lightning_amp.casting._float8 import has_fp8
 Precision = Literal["auto", "bf16", "fp16", "fp8", "fp32"]
 Canonical = Literal["16-mixed", "bf16-mixed", "32-true"]
 
-_SPELLINGS: dict[Any, Precision] = {
+_LEGAL: dict[Any, Precision] = {
     **{name: name for name in get_args(Precision)},
-    **dict.fromkeys(("bf16-mixed", "bfloat16", "torch.bfloat16", torch.bfloat16), "bf16"),
-    **dict.fromkeys(("16-mixed", "16", 16, "float16", "torch.float16", torch.float16), "fp16"),
-    **dict.fromkeys(("32-true", "32", 32, "float32", "torch.float32", torch.float32), "fp32"),
+    **dict.fromkeys(("bf16-mixed", torch.bfloat16), "bf16"),
+    **dict.fromkeys(("16-mixed", 16, torch.float16), "fp16"),
+    **dict.fromkeys(("32-true", 32, torch.float32), "fp32"),
 }
+_SPELLINGS: dict[str, Precision] = {
+    text: name for legal, name in _LEGAL.items() for text in (str(legal), str(legal).removeprefix("torch."))
+}
+"""Our name for each legal value as text: `"torch.float16"`, `"float16"` and `"16"`, too."""
 _MEANT = {
-    **{str(spelling): name for spelling, name in _SPELLINGS.items()},
+    **_SPELLINGS,
     "half": "fp16",
     "8": "fp8",
     "torch.float8_e4m3fn": "fp8",
@@ -91,18 +95,16 @@ def our_name(spelling: str) -> str:
 
 
 def parse_precision(value: Any, argument: str = "precision") -> Precision:
-    """Return our name for any spelling of a precision; raise a `ValueError` with the legal spellings if it is none.
+    """Return our name for any spelling of a precision; raise a `ValueError` with the legal values if it is none.
 
     The error suggests the precision whose spelling is closest.
     """
-    try:
-        known = None if isinstance(value, bool) else _SPELLINGS.get(value)
-    except TypeError:  # unhashable
-        known = None
+    text = str(value) if isinstance(value, (str, int, torch.dtype)) and not isinstance(value, bool) else ""
+    known = _SPELLINGS.get(text)
     if known is None:
-        legal = [repr(spelling) for spelling in _SPELLINGS if (spelling, argument) != ("fp8", "eval_precision")]
+        legal = [repr(name) for name in _LEGAL if (name, argument) != ("fp8", "eval_precision")]
         raise ValueError(
-            f"`{argument}` must be one of {', '.join(legal)}; got {literal(value)}.{_meant(value, argument)}"
+            f"`{argument}` must be one of {', '.join(legal)}; got {literal(value)}.{_meant(text.lower(), argument)}"
         )
     if known == "fp8" and argument == "eval_precision":
         raise ValueError(
@@ -112,17 +114,14 @@ def parse_precision(value: Any, argument: str = "precision") -> Precision:
     return known
 
 
-def _meant(value: Any, argument: str) -> str:
+def _meant(text: str, argument: str) -> str:
     """Return a sentence with the precision that the user may have meant; empty if none is close."""
-    text = str(value).lower()
     if text in ("16-true", "bf16-true"):
         return (
             f" Half-precision weights are Lightning's `HalfPrecision`, `Trainer(precision={text!r})` without a plugin;"
             f" most small updates of such weights are rounded away. {our_name(text.replace('true', 'mixed'))!r} keeps"
             " float32 weights."
         )
-    if not isinstance(value, (str, int, torch.dtype)) or isinstance(value, bool):
-        return ""
     known = [spelling for spelling, name in _MEANT.items() if (name, argument) != ("fp8", "eval_precision")]
     closest = difflib.get_close_matches(text, known, 1)
     return f" Did you mean {_MEANT[closest[0]]!r}?" if closest else ""

@@ -34,7 +34,7 @@ def test_spellings(choice: tuple[str, str, torch.dtype], spellings: list[Any]) -
 )
 def test_anything_else_lists_the_legal_values_and_the_closest(bad: Any, meant: str) -> None:
     end = meant if "keeps" in meant else rf" Did you mean '{meant}'\?$" if meant else "$"
-    names = "'auto', 'bf16', 'fp16', 'fp8', 'fp32', 'bf16-mixed', .*'16', 16, .*torch.float32"
+    names = "'auto', 'bf16', 'fp16', 'fp8', 'fp32', 'bf16-mixed', torch.bfloat16, '16-mixed', 16, .*torch.float32"
     with pytest.raises(ValueError, match=f"`precision` must be one of {names}; got .*{end}"):
         _precision_choice.parse_precision(bad)
 
