@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import final, override
 
 from lightning_amp._text import counted, exact, listed, literal, percent, rounded
-from lightning_amp.findings import (
-    TOTAL,
-    GradientRow,
-    GradientSample,
-    InaccurateDerivative,
-    bits_kept,
-)
+from lightning_amp.findings import TOTAL, GradientRow, GradientSample, bits_kept
 from lightning_amp.reports._figures import new_figure, saved, say_empty
 from lightning_amp.reports._table import MAX_ROWS, SampledTable
 
@@ -138,8 +132,11 @@ def describe_gradient(sample: GradientSample, scale: float | None, found: str) -
         return f"GradientMonitor, step {total.step}: {_healthy(sample, scale)}"
     at = f"loss scale {exact(total.scale)}" if total.precision == "fp16" else total.precision
     names = [f"`{row.name}`{_share(row)}" for row in bad if row is not total and sample.forward_is_finite]
-    if sample.clipped and not math.isnan(total.largest):
-        found = "fix: `lightning_amp.precision.unscale_(self.trainer, optimizer)` before it (not tried)"
+    if total.is_divided_twice:
+        found = (
+            "fix: `lightning_amp.precision.unscale_(self.trainer, optimizer)` before code that clips gradients, or"
+            " instead of a division by the loss scale (not tried)"
+        )
     lines = (f"GradientMonitor, step {total.step}, {at}: {_what(sample, bad[0])}", listed(names, 4), found)
     return "\n  ".join(filter(None, lines))
 
@@ -149,16 +146,14 @@ def _what(sample: GradientSample, first: GradientRow) -> str:
     if not math.isfinite(total.largest):
         what = "NaN" if math.isnan(total.largest) else "infinite"
         return f"the gradient is {what} in fp32 too: no precision and no loss scale helps"
-    if sample.clipped:
-        return f"{sample.clipped} clips the gradient while it is multiplied with the loss scale"
     if math.isnan(total.sqnr_db):
         if sample.forward_is_finite:
             return "the gradient overflows, and in fp32 it does not"
         return "the forward overflows, and in fp32 it does not, so that no loss scale helps alone"
     if total.cosine > 0.99 and not 0.7 < total.norm_ratio < 1.4:
         text = f"the gradient has the direction of fp32, but {rounded(total.norm_ratio)} times its length"
-        twice = abs(total.norm_ratio * total.scale - 1) < 0.02
-        return f"{text}: `training_step` and the plugin both divide by the loss scale" if twice else text
+        why = "`training_step` and the plugin both divide by the loss scale, or `training_step` clips scaled gradients"
+        return f"{text}: {why}" if total.is_divided_twice else text
     if first.rounds_to_zero:
         return f"{percent(total.underflow_fraction)} of the gradient rounds to zero"
     return f"the gradient keeps {bits_kept(total.sqnr_db, total.precision)} of fp32"
@@ -184,16 +179,3 @@ def _healthy(sample: GradientSample, scale: float | None) -> str:
         return f"{text} {percent(total.underflow_fraction)} of it rounds to zero; {advice}."
     room = counted(round(total.headroom_bits), "bit")
     return f"{text} At the loss scale {exact(total.scale)} it fits, with {room} of room."
-
-
-def describe_derivative(found: InaccurateDerivative) -> str:
-    """Describe how fp16 changes a derivative inside of the loss."""
-    lost = f"keeps {bits_kept(found.sqnr_db, 'fp16')}"
-    if math.isnan(found.sqnr_db):
-        lost = "overflows"
-    elif found.zero > 0:
-        lost = f"loses {percent(found.zero)} of its values, which round to zero"
-    return (
-        f"the derivative inside of the loss, {found.line}, is computed in fp16 without a loss scale, and {lost}\n  fix:"
-        " `lightning_amp.precision.scaled_grad(self.trainer, ...)` in the place of `torch.autograd.grad` (not tried)"
-    )

@@ -17,7 +17,6 @@ from lightning_amp.shadow._private_fit import (
     run_private_fit,
 )
 from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather
-from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._surroundings import device_of_trainer, unnoticed
 from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass, matmul_flops
 
@@ -36,14 +35,12 @@ __all__ = [
     "Precision",
     "RowsBy",
     "Stage",
-    "StepWatch",
     "TrainingPass",
     "copy_batch",
     "device_of_trainer",
     "gather",
     "giving",
     "in_one_line",
-    "inaccurate_derivatives",
     "is_out_of_memory",
     "is_sharded",
     "keep_batches",

@@ -21,7 +21,6 @@ from lightning_amp.shadow._fsdp import replace
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._ranks import together
 from lightning_amp.shadow._shadow import Shadow
-from lightning_amp.shadow._step_watch import StepWatch
 from lightning_amp.shadow._views import NOTHING, View, replaying
 from lightning_amp.tracing import Fp32Draws, RandomState, Trace, fp32_throughout, paired_random
 
@@ -54,7 +53,6 @@ class TrainingPass:
         self._stepped: dict[nn.Parameter, Tensor] = {}  # true gradients
         self._unscaled: dict[nn.Parameter, Tensor] = {}  # gradients that are true, as long as they are the parameter's
         self._trace: Trace | None = None
-        self._step_watch: StepWatch | None = None
         plugin = replaying(trainer.precision_plugin, clip_gradients=NOTHING, unscale_=self._unscale)
         if isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler):
             scaler = View(plugin.scaler, scale=self._scaled, unscale_=self._unscale, get_scale=lambda: self._factor)
@@ -113,7 +111,6 @@ class TrainingPass:
         random_state: RandomState | None = None,
         scale: float = 1.0,
         trace: Trace | None = None,
-        step_watch: StepWatch | None = None,
         fp32_draws: bool = False,
     ) -> Tensor | None:
         """Run one step and its backward, and restore the random generators.
@@ -125,17 +122,14 @@ class TrainingPass:
             random_state: The random generators at the start; default: the present state.
             scale: The loss scale.
             trace: Entered for the run.
-            step_watch: Entered for the run.
             fp32_draws: Whether to draw random numbers like a pass in fp32, for a comparison with such a pass.
 
         Returns:
             The unscaled loss; in manual optimization the sum of the losses that had a backward.
         """
-        self._factor, self._trace, self._step_watch = scale, trace, step_watch
+        self._factor, self._trace = scale, trace
         for held in (self._losses, self._stepped, self._unscaled):
             held.clear()
-        if step_watch is not None:
-            step_watch.unscaled, step_watch.before_backward = self._unscaled, self._scale_again
         shadow, plugin = self._shadow, self._trainer.precision_plugin
         fp8 = plugin.fp8_on(self.module) if isinstance(plugin, AmpPrecision) else nullcontext()
         with (
@@ -146,7 +140,6 @@ class TrainingPass:
             fp32_throughout(self._device_type) if context is None else fp8,
             Fp32Draws() if fp32_draws else nullcontext(),
             trace or nullcontext(),
-            step_watch or nullcontext(),  # must be last, because it reads the frame that called it
         ):
             batch = copy_batch(batch, upcast=context is None)
             if is_overridden("on_train_batch_start", shadow.module):
@@ -186,7 +179,7 @@ class TrainingPass:
         """Free the shadow, and circular references, which would keep its tensors until the next garbage collection."""
         self.forget_gradients()
         self._undo.close()
-        self._trace = self._step_watch = None
+        self._trace = None
         for stand_in in self._stand_ins:
             vars(stand_in).update(step=NOTHING, zero_grad=NOTHING, toggle_model=NOTHING, optimizer=None)
 
@@ -194,15 +187,13 @@ class TrainingPass:
 
     def _backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         self._losses.append(loss.detach().float())
-        self._scale_again()
         if self._trace is not None and not self._automatic:
             self._trace.note_loss(loss)
         with torch.autocast(self._device_type, enabled=False), ExitStack() as watching:
             scaled = self._scaled(loss)
-            is_watched = self._trace is not None and self._step_watch is None  # which looks for `Tensor.backward`
-            run = partial(_watched_backward, scaled) if is_watched else scaled.backward
+            run = scaled.backward if self._trace is None else partial(_watched_backward, scaled)
             if is_overridden("backward", self.module):  # which may enter a context, such as `loss_parallel`
-                if is_watched:  # it calls `loss.backward`, where the trace would see no operation
+                if self._trace is not None:  # it calls `loss.backward`, where the trace would see no operation
                     vars(scaled)["backward"] = run
                     watching.callback(vars(scaled).clear)
                 run = partial(self.module.backward, scaled)
@@ -210,15 +201,13 @@ class TrainingPass:
                 watching.enter_context(self._trace.in_backward())
             run(*args, **kwargs)
 
-    def _scale_again(self) -> None:
-        """Multiply true gradients by the scale, because the next backward adds to them at the scale."""
+    def _scaled(self, outputs: Any) -> Any:
+        """Multiply losses by the scale, and true gradients, because the next backward adds to them at the scale."""
         with _modules.outside_function_modes():
             while self._unscaled:
                 parameter, gradient = self._unscaled.popitem()
                 if parameter.grad is gradient:
                     parameter.grad = gradient * self._factor
-
-    def _scaled(self, outputs: Any) -> Any:
         if isinstance(outputs, Tensor):
             # A scaler multiplies by a tensor, too: a loss in half precision becomes float32.
             return outputs * torch.as_tensor(self._factor, dtype=torch.float32, device=outputs.device)
