@@ -88,12 +88,12 @@ class GradientMonitor(Observer):
     Raises:
         ValueError: If an argument is out of its range.
 
-    One line at the end of fit sums up the last sample. If a gradient is lost, it says where. If values round to zero or
-    overflow, it names a loss scale. If a module keeps few bits, or the forward overflows, it names the module whose
-    output is furthest from fp32, although its inputs are close. It says whether that scale, or
-    `fp32_modules=[module]`, helped in a trial. If the gradient has the direction of fp32 and another length, the line
-    says so: `training_step` may clip gradients while they are multiplied with the loss scale
-    (:func:`~lightning_amp.precision.unscale_`).
+    One line at the end of fit sums up the last sample. It names the module that keeps the fewest bits in the last two
+    samples. If a gradient is lost, it says where. If values round to zero or overflow, it names a loss scale. If a
+    module keeps few bits, or the forward overflows, it names the module whose output is furthest from fp32, although
+    its inputs are close. It says whether that scale, or `fp32_modules=[module]`, helped in a trial. If the gradient has
+    the direction of fp32 and another length, the line says so: `training_step` may clip gradients while they are
+    multiplied with the loss scale (:func:`~lightning_amp.precision.unscale_`).
 
     Cost: a sample takes one more step forward and backward, one in fp32, and some passes over both gradients. On a CPU
     this is as much as four to eight training steps. It takes the memory of one more set of parameters and two of
@@ -188,7 +188,6 @@ class GradientMonitor(Observer):
         sample = sampler.take(_scale(trainer))
         if sample is None:
             return
-        self.table.add(sample.rows)
         total = sample.rows[-1]
         if math.isfinite(total.largest):
             self._largest = max(self._largest, total.largest)
@@ -197,6 +196,7 @@ class GradientMonitor(Observer):
             metrics[GRADIENT_SQNR_DB] = total.sqnr_db
         log_metrics(trainer, metrics)
         self._judge(trainer, sample, sampler)
+        self.table.add(sample.rows)
 
     def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
         then = ": it is left out"
@@ -215,7 +215,7 @@ class GradientMonitor(Observer):
             if key not in self._found and len(self._found) < _MAX_CAUSES:
                 self._found[key] = lost_in_training(trainer, sample, sampler, scale)
             found = self._found.get(key, "")
-        self._verdict = describe_gradient(sample, scale, found)
+        self._verdict = describe_gradient(sample, scale, found, self.table.last)
 
     def _is_settled(self, trainer: Trainer) -> bool:
         """Return whether a step was applied, or waiting takes too long. This waits for the device."""

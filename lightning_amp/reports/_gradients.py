@@ -104,7 +104,7 @@ class GradientTable(SampledTable[GradientRow]):
         else:
             words = {math.inf: "equal", -math.inf: "zero in fp32"}
             sqnr = words.get(row.sqnr_db, f"{row.sqnr_db:.1f} dB")
-        room = f"{row.headroom_bits:.1f} bits" if math.isfinite(row.headroom_bits) else sqnr
+        room = f"{round(row.headroom_bits, 1) + 0:.1f} bits" if math.isfinite(row.headroom_bits) else sqnr  # not -0.0
         limits = (f"{row.underflow_fraction:.1%}", f"{row.subnormal_fraction:.1%}", room) if self.in_fp16 else ()
         return row.name, *limits, keeps, sqnr, "" if math.isnan(row.cosine) else f"{row.cosine:.4f}"
 
@@ -120,16 +120,17 @@ def _value(row: GradientRow | None, quantity: str) -> float:
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
 
-def describe_gradient(sample: GradientSample, scale: float | None, found: str) -> str:
+def describe_gradient(sample: GradientSample, scale: float | None, found: str, before: Sequence[GradientRow]) -> str:
     """Describe a sample: what is lost, where, and what helps; or how well it fits.
 
-    `scale` is the loss scale at which all gradients so far fit into fp16, and `found` says what was tried.
+    `scale` is the loss scale at which all gradients so far fit into fp16, and `found` says what was tried. `before` are
+    the rows of the previous sample: a module keeps few bits if both samples show it.
     """
     total, bad = sample.rows[-1], sample.bad()
     if total.largest == 0:
         return f"GradientMonitor, step {total.step}: all gradients are zero."
     if not bad:
-        return f"GradientMonitor, step {total.step}: {_healthy(sample, scale)}"
+        return f"GradientMonitor, step {total.step}: {_healthy(sample, scale, before)}"
     at = f"loss scale {exact(total.scale)}" if total.precision == "fp16" else total.precision
     names = [f"`{row.name}`{_share(row)}" for row in bad if row is not total and sample.forward_is_finite]
     if total.is_divided_twice:
@@ -165,14 +166,20 @@ def _share(row: GradientRow) -> str:
     return f" {percent(row.underflow_fraction)}" if row.rounds_to_zero else f" {bits_kept(row.sqnr_db, row.precision)}"
 
 
-def _healthy(sample: GradientSample, scale: float | None) -> str:
+def _healthy(sample: GradientSample, scale: float | None, before: Sequence[GradientRow]) -> str:
     *parts, total = sample.rows
     if math.isinf(total.sqnr_db):
         return "the gradient equals fp32."
-    least = min((row for row in parts if row.largest and row.sqnr_db > 0), key=lambda row: row.sqnr_db, default=total)
     text = f"the gradient keeps {bits_kept(total.sqnr_db, total.precision)} ({total.sqnr_db:.0f} dB)"
-    text += f", in `{least.name}` {bits_kept(least.sqnr_db, least.precision)}."
-    if total.precision != "fp16" or total.headroom_bits < 0:  # a gradient in float32 may be too large for fp16
+    # A value near the kink of a ReLU may fall on its other side. In a small batch this costs a module many bits once.
+    earlier = {row.name: row.sqnr_db for row in before}
+    rows = [row for row in parts if row.largest and row.sqnr_db > 0 and row.name in earlier]
+    if levels := {row.name: max(row.sqnr_db, earlier[row.name]) for row in rows}:
+        least = min(levels, key=lambda name: levels[name])
+        text += f", in `{least}` {bits_kept(levels[least], total.precision)}"
+    text += "."
+    # a gradient in float32 may be too large for fp16
+    if total.precision != "fp16" or round(total.headroom_bits, 1) < 0:
         return text
     if total.underflow_fraction > 0.01 and scale is not None and scale > total.scale:
         advice = f"`DynamicLossScaler(init_scale={literal(scale)})` (not tried) keeps more"
