@@ -7,7 +7,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +27,12 @@ from lightning_amp.shadow import (
     BatchWindow,
     Failure,
     KeptBatch,
-    Lockstep,
     OtherRankFailedError,
     TrainingPass,
     gather,
     is_sharded,
     tensor_parallel_size,
+    together,
 )
 from lightning_amp.tracing import (
     Call,
@@ -116,9 +115,9 @@ def explain(
     with ExitStack() as stack:
         try:
             elsewhere = bad_shards(trainer, module)
-            ranks = Lockstep(trainer)
-            replay = ranks.run(lambda: stack.enter_context(closing(TrainingPass(trainer, module))))
-            search = _Search(trainer, module, ranks, replay, report, elsewhere)
+            with together(trainer, agree=True):
+                replay = stack.enter_context(closing(TrainingPass(trainer, module)))
+            search = _Search(trainer, module, replay, report, elsewhere)
             return search.explain(steps, known)
         except Exception as error:
             if search is not None and search.found is not None:
@@ -163,7 +162,6 @@ class _Search:
 
     _trainer: Trainer
     _module: LightningModule
-    _ranks: Lockstep
     _replay: TrainingPass
     _blank: Overflow
     _elsewhere: Mapping[str, tuple[int, str]] | None  # bad parameters of a sharded module
@@ -173,14 +171,14 @@ class _Search:
         """Run the step as it was, at a lower scale, in fp32 and with remedies, as far as a rank needs it."""
         report, run, step = self._as_it_was(steps[0], 1)
         for number, later in enumerate(steps[1:], start=2):
-            if self._ranks.all(report.cause != "not reproduced"):
+            if all(gather(self._trainer, report.cause != "not reproduced")):
                 break
             seen = self._as_it_was(later, number)
             report, run, step = seen if report.cause == "not reproduced" else (report, run, step)
         self.found = report
         is_new = report.cause != "not reproduced" and report.key not in known
         is_origin = report.cause != "not reproduced" and report.position != RECEIVED
-        if self._ranks.any(is_origin):  # its report is enough
+        if any(gather(self._trainer, is_origin)):  # its report is enough
             is_new &= is_origin
         is_early = is_new and has_fault(run.trace)
         report, trials, reference = self._in_fp32(report, run, step, is_wanted=is_early)
@@ -188,8 +186,9 @@ class _Search:
         is_scale = is_new and is_backward and self._blank.record.precision == "fp16"
         for scale in _SCALES:
             is_scale &= report.fitting_scale is None
-            if self._ranks.any(is_scale):
-                lower = self._ranks.run(partial(self._run, step, scale=scale))
+            if any(gather(self._trainer, is_scale)):
+                with together(self._trainer, agree=True):
+                    lower = self._run(step, scale=scale)
                 if is_scale and not lower.is_bad:
                     report = self._fits(report, lower, scale)
                     trials = [] if report.is_harmless else [self._lower_scale(report), *self._bf16()]
@@ -203,8 +202,7 @@ class _Search:
 
     def _as_it_was(self, step: KeptBatch, number: int) -> tuple[Overflow, _Run, KeptBatch]:
         """Run a step as training did, and name its cause if it is not finite."""
-
-        def work() -> tuple[Overflow, _Run, KeptBatch]:
+        with together(self._trainer, agree=True):
             run = self._run(step, scale=self._blank.record.scale)
             report = replace(self._blank, num_replayed=number)
             is_auto = self._module.automatic_optimization  # otherwise a step may have several losses
@@ -214,9 +212,7 @@ class _Search:
                 parameters = report.parameters or run.parameters
                 report = replace(report, batch_idx=step.batch_idx, parameters=parameters, note=_edited(step))
                 report = self._named(report, first_bad(run.trace), run, step)
-            return report, run, step
-
-        return self._ranks.run(work)
+        return report, run, step
 
     def _named(
         self, report: Overflow, found: Call | Gradient | None, run: _Run, step: KeptBatch, fp32_run: _Run | None = None
@@ -269,12 +265,12 @@ class _Search:
 
     def _in_fp32(self, report: Overflow, run: _Run, step: KeptBatch, *, is_wanted: bool) -> Found:
         """Run the step in fp32 if a rank wants it, and complete a wanted report."""
-
-        def work() -> Found:
-            fp32_run = self._run_in_fp32(step)
-            return self._completed(report, run, fp32_run, step) if is_wanted else (report, [], run)
-
-        return self._ranks.run(work) if self._ranks.any(is_wanted) else (report, [], run)
+        if any(gather(self._trainer, is_wanted)):
+            with together(self._trainer, agree=True):
+                fp32_run = self._run_in_fp32(step)
+                if is_wanted:
+                    return self._completed(report, run, fp32_run, step)
+        return report, [], run
 
     def _completed(self, report: Overflow, run: _Run, fp32_run: _Run | Failure, step: KeptBatch) -> Found:
         """Complete a report by the run in fp32, and choose the remedies to try."""
@@ -340,8 +336,9 @@ class _Search:
             for setting, how in plan:
                 if not has_worked.isdisjoint(how):  # such as more modules than are needed
                     continue
-                works = self._ranks.run(partial(self._works, step, reference, **how))
-                works = self._ranks.all(works or key != mine)
+                with together(self._trainer, agree=True):
+                    works = self._works(step, reference, **how)
+                works = all(gather(self._trainer, works or key != mine))
                 tried.append(TriedRemedy(setting, works))
                 has_worked |= set(how) if works else set()
             if key == mine:

@@ -16,7 +16,7 @@ from lightning_amp.shadow._private_fit import (
     require_unsharded,
     run_private_fit,
 )
-from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather
+from lightning_amp.shadow._ranks import OtherRankFailedError, gather, together
 from lightning_amp.shadow._surroundings import device_of_trainer, unnoticed
 from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass, matmul_flops
 
@@ -28,7 +28,6 @@ __all__ = [
     "Failure",
     "GradientSampler",
     "KeptBatch",
-    "Lockstep",
     "OtherRankFailedError",
     "OutputComparison",
     "PairedEvaluation",
@@ -55,5 +54,6 @@ __all__ = [
     "shard_of",
     "shards_of_gathered",
     "tensor_parallel_size",
+    "together",
     "unnoticed",
 ]
