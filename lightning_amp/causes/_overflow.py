@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from typing_extensions import final
@@ -17,9 +17,17 @@ from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp._text import exact, literal
 from lightning_amp.casting import Fp32Modules, runnable
 from lightning_amp.causes._lost_precision import settled_scale
-from lightning_amp.causes._nonfinite import bad_shards, nonfinite
+from lightning_amp.causes._nonfinite import bad_shards
 from lightning_amp.findings import StepRecord, TriedRemedy
-from lightning_amp.numerics import HALF_DTYPES, dense, fitting_scale, largest_finite, nonfinite_gradients, stack_scalars
+from lightning_amp.numerics import (
+    HALF_DTYPES,
+    dense,
+    extremes,
+    fitting_scale,
+    names_of_nonfinite,
+    nonfinite_gradients,
+    stack_scalars,
+)
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import Overflow, ScaleIs
 from lightning_amp.shadow import (
@@ -69,7 +77,8 @@ def weight_sizes(trainer: Trainer, module: LightningModule) -> tuple[float, floa
     matrices = [values for values in trained if values.ndim > 1] or trained  # FSDP1 flattens them
     sizes = [torch.linalg.vector_norm(values).float() / values.numel() ** 0.5 for values in matrices]
     typical = float(stack_scalars(sizes).median()) if len(sizes) > 1 else 0.0
-    largest = float(stack_scalars([largest_finite(values) for values in trained]).max()) if trained else 0.0
+    ends = [end.abs() for values in trained for end in extremes(values)]
+    largest = float(stack_scalars(ends).max()) if ends else 0.0
     return max(gather(trainer, (typical, largest))) if is_sharded(trainer) else (typical, largest)
 
 
@@ -243,7 +252,7 @@ class _Search:
         """Find the parameter, buffer or part of the batch that was not finite before the step."""
         states = [*self._replay.module.named_buffers()]
         states += [] if self._elsewhere is not None else [*self._replay.module.named_parameters()]
-        bad = [*(self._elsewhere or ()), *nonfinite(states)]
+        bad = [*(self._elsewhere or ()), *names_of_nonfinite(states)]
         near = [name for name in bad if module and name.startswith(f"{module}.")]
         entries = bad_entries(step.batch)
         if near or (bad and not entries):
@@ -369,12 +378,9 @@ class _Search:
 
     def _run(self, step: KeptBatch, *, precision: str = "", loss_in_fp32: bool = False, **how: Any) -> _Run:
         """Run the step as training does, or in another precision or at another scale."""
-        replay, plugin = self._replay, self._trainer.precision_plugin
-        context = replay.forward_context()
-        if precision and isinstance(plugin, AmpPrecision):
-            context = plugin.forward_context_of(precision)
-        trace = Trace(replay.module, BOUNDARY, loss_in_fp32=loss_in_fp32)
-        return _traced(replay, trace, step, context=context, **how)
+        plugin = cast(AmpPrecision, self._trainer.precision_plugin)  # only it says which steps it skips
+        trace = Trace(self._replay.module, BOUNDARY, loss_in_fp32=loss_in_fp32)
+        return _traced(self._replay, trace, step, context=plugin.forward_context_of(precision), **how)
 
 
 def _traced(replay: TrainingPass, trace: Trace, step: KeptBatch, **how: Any) -> _Run:

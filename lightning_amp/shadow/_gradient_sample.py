@@ -44,7 +44,6 @@ class _Run(NamedTuple):
     gradients: dict[str, Tensor]
     trace: Trace
     loss: Tensor | None
-    counted: set[str]  # parameters that this rank counts: each value of a sharded gradient counts on one rank
 
 
 @final
@@ -128,13 +127,17 @@ class GradientSampler:
             # Gradients of operations count, because they may be larger than gradients of parameters.
             if one.call.key in in_half and not one.is_inner:
                 name = one.call.module or ""
-                self._add([name] if self._by == "module" and name in rows else [], one.arrived.size)
+                magnitude = torch.tensor(max(abs(one.arrived.low), abs(one.arrived.high)))
+                self._add([name] if self._by == "module" and name in rows else [], magnitude)
+        model, parameters = cast(nn.Module, self._trainer.strategy.model), _modules.plain_parameters(self._module)
         for name, gradient in fp32.gradients.items():
             # A gradient that exists only in fp32 is lost in mixed precision.
             values = amp.gradients.get(name, torch.zeros_like(gradient))
             counts, product = underflow_counts(gradient, scale), inner_product(gradient, values)
-            measured = (counts, fidelity_sums(gradient, values), product) if name in amp.counted else ()
-            self._add([row_of[name]], largest(gradient), *measured)
+            measured = counts, fidelity_sums(gradient, values), product
+            # each value of a sharded gradient counts on one rank
+            is_mine = not is_sharded(self._trainer) or counts_here(parameters[name], model)
+            self._add([row_of[name]], largest(gradient), *(measured if is_mine else ()))
         return sample
 
     def _run(
@@ -151,9 +154,7 @@ class GradientSampler:
             loss = one.run(
                 self._batch, self._batch_idx, context=context, scale=scale, trace=trace, fp32_draws=not in_fp32
             )
-            model, parameters = cast(nn.Module, trainer.strategy.model), _modules.plain_parameters(self._module)
-            counted = {name for name, p in parameters.items() if not is_sharded(trainer) or counts_here(p, model)}
-            return _Run(one.gradients(), trace, loss, counted)
+            return _Run(one.gradients(), trace, loss)
 
 
 def precision_of(trainer: Trainer) -> str:

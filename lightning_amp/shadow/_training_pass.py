@@ -57,7 +57,9 @@ class TrainingPass:
         if isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler):
             scaler = View(plugin.scaler, scale=self._scaled, unscale_=self._unscale, get_scale=lambda: self._factor)
             vars(plugin).update(scaler=scaler)
-        stand_ins = _optimizer_attributes(trainer, self._stand_in)
+        # `LightningModule.optimizers()` reads private attributes. Remove when it reads them from the Trainer.
+        names, strategy = ("_lightning_optimizers", "optimizers"), trainer.strategy
+        stand_ins: Any = {name: [self._stand_in(one) for one in getattr(strategy, name)] for name in names}
         schedules: list[Any] = [copy.copy(config) for config in trainer.lr_scheduler_configs]
         for config in schedules:
             config.scheduler = View(config.scheduler, step=NOTHING)
@@ -81,7 +83,7 @@ class TrainingPass:
             # Parameters correspond by position, because a parameter that two modules share is also shared in the copy.
             twins = dict(zip(module.parameters(), self.module.parameters(), strict=True))
             self._real = {*twins, *optimized}.difference(twins.values())
-            self._stand_ins = [*stand_ins["_lightning_optimizers"], *stand_ins["optimizers"]]
+            self._stand_ins = [one for each in stand_ins.values() for one in each]
             for stand_in in self._stand_ins:
                 groups = [
                     {**group, "params": [twins[p] for p in group["params"] if p in twins]}
@@ -93,14 +95,7 @@ class TrainingPass:
     @property
     def gathers_in_half(self) -> bool:
         """Return whether a sharded module's parameters are gathered in half precision, or cast when gathered."""
-        return self._shadow.exchange is not None and self._shadow.exchange.gathers_in_half
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context of the real step."""
-        plugin = self._trainer.precision_plugin
-        if isinstance(plugin, AmpPrecision):
-            return plugin.forward_context_of("")
-        return plugin.forward_context()
+        return self._shadow.exchange is not None and self._shadow.exchange.fsdp.casts
 
     def run(
         self,
@@ -282,19 +277,6 @@ def _watched_backward(
 
 def _parameters(stand_in: Any) -> list[nn.Parameter]:
     return [parameter for group in stand_in.param_groups for parameter in group["params"]]
-
-
-def _optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
-    """Return attributes for a view of a strategy in which `stand_in(optimizer)` replaces each optimizer.
-
-    `LightningModule.optimizers()` reads private attributes of the strategy. Remove when that method reads them from the
-    Trainer.
-    """
-    wrapped = trainer.strategy._lightning_optimizers
-    return {
-        "_lightning_optimizers": [stand_in(optimizer) for optimizer in wrapped],
-        "optimizers": [stand_in(optimizer) for optimizer in trainer.strategy.optimizers],
-    }
 
 
 def matmul_flops(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> dict[str, float]:
