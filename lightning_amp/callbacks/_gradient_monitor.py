@@ -17,7 +17,7 @@ from lightning_amp.callbacks._observer import Observer, log_metrics, no_mixed_pr
 from lightning_amp.causes import lost_in_training
 from lightning_amp.findings import GradientRow, GradientSample
 from lightning_amp.numerics import fitting_scale
-from lightning_amp.reports import GradientTable, describe_derivative, describe_gradient
+from lightning_amp.reports import GradientTable, describe_gradient
 from lightning_amp.scaling import Saved
 from lightning_amp.shadow import Failure, GradientSampler, RowsBy
 
@@ -88,13 +88,12 @@ class GradientMonitor(Observer):
     Raises:
         ValueError: If an argument is out of its range.
 
-    One line at the end of fit sums up the last sample. If a gradient is lost, it says where. If values round to zero or
-    overflow, it names a loss scale. If a module keeps few bits, or the forward overflows, it names the module whose
-    output is furthest from fp32, although its inputs are close. It says whether that scale, or
-    `fp32_modules=[module]`, helped in a trial. The monitor also warns, with the line, of two faults in `training_step`.
-    One is clipping gradients while they are multiplied with the loss scale
-    (:func:`~lightning_amp.precision.unscale_`). The other is `torch.autograd.grad(create_graph=True)` of fp16 values
-    that do not fit (:func:`~lightning_amp.precision.scaled_grad`).
+    One line at the end of fit sums up the last sample. It names the module that keeps the fewest bits in the last two
+    samples. If a gradient is lost, it says where. If values round to zero or overflow, it names a loss scale. If a
+    module keeps few bits, or the forward overflows, it names the module whose output is furthest from fp32, although
+    its inputs are close. It says whether that scale, or `fp32_modules=[module]`, helped in a trial. If the gradient has
+    the direction of fp32 and another length, the line says so: `training_step` may clip gradients while they are
+    multiplied with the loss scale (:func:`~lightning_amp.precision.unscale_`).
 
     Cost: a sample takes one more step forward and backward, one in fp32, and some passes over both gradients. On a CPU
     this is as much as four to eight training steps. It takes the memory of one more set of parameters and two of
@@ -189,7 +188,6 @@ class GradientMonitor(Observer):
         sample = sampler.take(_scale(trainer))
         if sample is None:
             return
-        self.table.add(sample.rows)
         total = sample.rows[-1]
         if math.isfinite(total.largest):
             self._largest = max(self._largest, total.largest)
@@ -198,6 +196,7 @@ class GradientMonitor(Observer):
             metrics[GRADIENT_SQNR_DB] = total.sqnr_db
         log_metrics(trainer, metrics)
         self._judge(trainer, sample, sampler)
+        self.table.add(sample.rows)
 
     def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
         then = ": it is left out"
@@ -208,19 +207,15 @@ class GradientMonitor(Observer):
 
     def _judge(self, trainer: Trainer, sample: GradientSample, sampler: GradientSampler) -> None:
         """Try a setting against a new fault of the sample, and keep the words for the end of the fit."""
-        if sample.derivatives and self._is_news("derivative"):
-            _messages.warn(f"`GradientMonitor`: {describe_derivative(sample.derivatives[0])}")
-        bad, found, scale = sample.bad(), "", self.recommended_scale
-        if bad and not sample.clipped and math.isfinite(sample.rows[-1].largest):
+        bad, found, scale, total = sample.bad(), "", self.recommended_scale, sample.rows[-1]
+        if bad and not total.is_divided_twice and math.isfinite(total.largest):
             # if the backward overflows, another scale may fit by now
-            fitting = scale if math.isnan(sample.rows[-1].sqnr_db) and sample.forward_is_finite else None
+            fitting = scale if math.isnan(total.sqnr_db) and sample.forward_is_finite else None
             key = bad[0].name, bad[0].rounds_to_zero, sample.forward_is_finite, fitting
             if key not in self._found and len(self._found) < _MAX_CAUSES:
                 self._found[key] = lost_in_training(trainer, sample, sampler, scale)
             found = self._found.get(key, "")
-        self._verdict = describe_gradient(sample, scale, found)
-        if sample.clipped and bad and self._is_news("clipped"):
-            _messages.warn(self._verdict)
+        self._verdict = describe_gradient(sample, scale, found, self.table.last)
 
     def _is_settled(self, trainer: Trainer) -> bool:
         """Return whether a step was applied, or waiting takes too long. This waits for the device."""

@@ -22,9 +22,9 @@ from lightning_amp._files import location, write_atomically
 from lightning_amp._terminal import own_lines
 from lightning_amp._text import counted, named
 from lightning_amp.callbacks._observer import Observer, is_log_point, log_metrics, no_mixed_precision, why_not_twice
-from lightning_amp.causes import explain, nonfinite, origins, weight_growth, weight_sizes
+from lightning_amp.causes import explain, origins, weight_growth, weight_sizes
 from lightning_amp.findings import StepRecord
-from lightning_amp.numerics import dense
+from lightning_amp.numerics import dense, names_of_nonfinite
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import Overflow, describe_growth
 from lightning_amp.scaling import Saved, Subscription
@@ -360,7 +360,7 @@ def _warn_of_bad_values(module: nn.Module) -> None:
     """Name parameters and buffers with NaN or infinity. This waits for the device once."""
     tensors = {_modules.plain_name(n): t for n, t in [*module.named_parameters(), *module.named_buffers()]}
     strict = {name for name, t in tensors.items() if t.requires_grad or name.endswith(_STATISTICS)}
-    bad = [name for name in nonfinite(tensors.items()) if name in strict or not _is_marker(tensors[name])]
+    bad = [name for name in names_of_nonfinite(tensors.items()) if name in strict or not _is_marker(tensors[name])]
     if bad:
         _messages.warn(
             f"`OverflowLocator`: Before the first step, parameters or buffers have NaN or infinity: {named(bad)}. No"

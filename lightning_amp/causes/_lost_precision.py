@@ -28,12 +28,12 @@ from lightning_amp.findings import (
 from lightning_amp.shadow import (
     EvaluationPass,
     GradientSampler,
-    Lockstep,
     OutputComparison,
     PairedEvaluation,
     Precision,
     gather,
     precision_of,
+    together,
 )
 from lightning_amp.tracing import paired_random
 
@@ -66,15 +66,15 @@ def lost_in_evaluation(
 
     Cost: an evaluation step in fp32 and three more for each kept batch, 8 of a loader at most.
     """
-    outputs, ranks = OutputComparison(inputs=True), Lockstep(trainer)
     if not all(gather(trainer, bool(compared.kept))):
         return None
 
     run = partial(_evaluate, trainer, module, compared, row.metric)
-    tried: list[TriedRemedy] = []
-    found = None
+    outputs, tried, found = OutputComparison(inputs=True), list[TriedRemedy](), None
     with suppress(Exception):  # such as out of memory; the difference stands in the table
-        sides = gather(trainer, ranks.run(partial(run, ("fp32", "amp"), outputs=outputs)))
+        with together(trainer, agree=True):
+            mine = run(("fp32", "amp"), outputs=outputs)
+        sides = gather(trainer, mine)
         found = furthest_module(outputs.sums_of_all_ranks(trainer), precision_of(trainer))
         if found is None or not any(_shows(row, *side) for side in sides):
             return None
@@ -84,8 +84,9 @@ def lost_in_evaluation(
         ]
         for setting, precision, rules in settings:
             with suppress(Exception):  # such as half-precision weights, which cannot compute in fp32
-                ran = gather(trainer, ranks.run(partial(run, (precision,), rules=rules)))
-                gone = [_is_gone(value, *side) for (value,), side in zip(ran, sides, strict=True)]
+                with together(trainer, agree=True):
+                    mine = run((precision,), rules=rules)
+                gone = [_is_gone(value, *side) for (value,), side in zip(gather(trainer, mine), sides, strict=True)]
                 tried.append(TriedRemedy(setting, all(gone)))
     return found and found._replace(tried=tuple(tried), metric=row.metric)
 

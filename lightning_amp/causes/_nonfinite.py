@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
-
-from torch import Tensor
 
 from lightning_amp._compat import _modules
 from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp._containers import tensors_in
-from lightning_amp.numerics import count_nonfinite, stack_scalars
+from lightning_amp.numerics import names_of_nonfinite
 from lightning_amp.shadow import gather, is_sharded, shard_of, shards_of_gathered
-
-
-def nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the tensors that are not finite. This waits for the device once."""
-    names, counts = list[str](), list[Tensor]()
-    for name, tensor in tensors:
-        with suppress(Exception):  # a quantized tensor, or one that has no values yet, cannot be asked
-            if tensor.is_floating_point() and not tensor.is_meta:
-                counts.append(count_nonfinite(tensor))
-                names.append(_modules.plain_name(name))
-    found = stack_scalars(counts).tolist() if counts else []
-    return list(dict.fromkeys(name for name, count in zip(names, found, strict=True) if count))
 
 
 def bad_shards(trainer: Trainer, module: LightningModule) -> dict[str, tuple[int, str]] | None:
@@ -36,7 +21,7 @@ def bad_shards(trainer: Trainer, module: LightningModule) -> dict[str, tuple[int
         return None
     shards = shards_of_gathered(module)
     parts: dict[str, Any] = {name: shards.get(id(one), one) for name, one in _modules.plain_parameters(module).items()}
-    mine = {name: (trainer.global_rank, shard_of(parts[name])) for name in nonfinite(parts.items())}
+    mine = {name: (trainer.global_rank, shard_of(parts[name])) for name in names_of_nonfinite(parts.items())}
     return {name: where for rank in reversed(gather(trainer, mine)) for name, where in rank.items()}
 
 
@@ -45,4 +30,4 @@ def nonfinite_names(trainer: Trainer, module: LightningModule, batches: Iterable
     shards = bad_shards(trainer, module)
     named = [*module.named_buffers(), *(module.named_parameters() if shards is None else ())]
     named += [(f"batch{path}", tensor) for batch in batches for path, tensor in tensors_in(batch)]
-    return sorted({*(shards or ())}.union(*gather(trainer, nonfinite(named))))
+    return sorted({*(shards or ())}.union(*gather(trainer, names_of_nonfinite(named))))

@@ -7,8 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from typing_extensions import final
@@ -18,9 +17,17 @@ from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp._text import exact, literal
 from lightning_amp.casting import Fp32Modules, runnable
 from lightning_amp.causes._lost_precision import settled_scale
-from lightning_amp.causes._nonfinite import bad_shards, nonfinite
+from lightning_amp.causes._nonfinite import bad_shards
 from lightning_amp.findings import StepRecord, TriedRemedy
-from lightning_amp.numerics import HALF_DTYPES, dense, fitting_scale, largest_finite, nonfinite_gradients, stack_scalars
+from lightning_amp.numerics import (
+    HALF_DTYPES,
+    dense,
+    extremes,
+    fitting_scale,
+    names_of_nonfinite,
+    nonfinite_gradients,
+    stack_scalars,
+)
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import Overflow, ScaleIs
 from lightning_amp.shadow import (
@@ -28,12 +35,12 @@ from lightning_amp.shadow import (
     BatchWindow,
     Failure,
     KeptBatch,
-    Lockstep,
     OtherRankFailedError,
     TrainingPass,
     gather,
     is_sharded,
     tensor_parallel_size,
+    together,
 )
 from lightning_amp.tracing import (
     Call,
@@ -70,7 +77,8 @@ def weight_sizes(trainer: Trainer, module: LightningModule) -> tuple[float, floa
     matrices = [values for values in trained if values.ndim > 1] or trained  # FSDP1 flattens them
     sizes = [torch.linalg.vector_norm(values).float() / values.numel() ** 0.5 for values in matrices]
     typical = float(stack_scalars(sizes).median()) if len(sizes) > 1 else 0.0
-    largest = float(stack_scalars([largest_finite(values) for values in trained]).max()) if trained else 0.0
+    ends = [end.abs() for values in trained for end in extremes(values)]
+    largest = float(stack_scalars(ends).max()) if ends else 0.0
     return max(gather(trainer, (typical, largest))) if is_sharded(trainer) else (typical, largest)
 
 
@@ -116,9 +124,9 @@ def explain(
     with ExitStack() as stack:
         try:
             elsewhere = bad_shards(trainer, module)
-            ranks = Lockstep(trainer)
-            replay = ranks.run(lambda: stack.enter_context(closing(TrainingPass(trainer, module))))
-            search = _Search(trainer, module, ranks, replay, report, elsewhere)
+            with together(trainer, agree=True):
+                replay = stack.enter_context(closing(TrainingPass(trainer, module)))
+            search = _Search(trainer, module, replay, report, elsewhere)
             return search.explain(steps, known)
         except Exception as error:
             if search is not None and search.found is not None:
@@ -163,7 +171,6 @@ class _Search:
 
     _trainer: Trainer
     _module: LightningModule
-    _ranks: Lockstep
     _replay: TrainingPass
     _blank: Overflow
     _elsewhere: Mapping[str, tuple[int, str]] | None  # bad parameters of a sharded module
@@ -173,14 +180,14 @@ class _Search:
         """Run the step as it was, at a lower scale, in fp32 and with remedies, as far as a rank needs it."""
         report, run, step = self._as_it_was(steps[0], 1)
         for number, later in enumerate(steps[1:], start=2):
-            if self._ranks.all(report.cause != "not reproduced"):
+            if all(gather(self._trainer, report.cause != "not reproduced")):
                 break
             seen = self._as_it_was(later, number)
             report, run, step = seen if report.cause == "not reproduced" else (report, run, step)
         self.found = report
         is_new = report.cause != "not reproduced" and report.key not in known
         is_origin = report.cause != "not reproduced" and report.position != RECEIVED
-        if self._ranks.any(is_origin):  # its report is enough
+        if any(gather(self._trainer, is_origin)):  # its report is enough
             is_new &= is_origin
         is_early = is_new and has_fault(run.trace)
         report, trials, reference = self._in_fp32(report, run, step, is_wanted=is_early)
@@ -188,8 +195,9 @@ class _Search:
         is_scale = is_new and is_backward and self._blank.record.precision == "fp16"
         for scale in _SCALES:
             is_scale &= report.fitting_scale is None
-            if self._ranks.any(is_scale):
-                lower = self._ranks.run(partial(self._run, step, scale=scale))
+            if any(gather(self._trainer, is_scale)):
+                with together(self._trainer, agree=True):
+                    lower = self._run(step, scale=scale)
                 if is_scale and not lower.is_bad:
                     report = self._fits(report, lower, scale)
                     trials = [] if report.is_harmless else [self._lower_scale(report), *self._bf16()]
@@ -203,8 +211,7 @@ class _Search:
 
     def _as_it_was(self, step: KeptBatch, number: int) -> tuple[Overflow, _Run, KeptBatch]:
         """Run a step as training did, and name its cause if it is not finite."""
-
-        def work() -> tuple[Overflow, _Run, KeptBatch]:
+        with together(self._trainer, agree=True):
             run = self._run(step, scale=self._blank.record.scale)
             report = replace(self._blank, num_replayed=number)
             is_auto = self._module.automatic_optimization  # otherwise a step may have several losses
@@ -214,9 +221,7 @@ class _Search:
                 parameters = report.parameters or run.parameters
                 report = replace(report, batch_idx=step.batch_idx, parameters=parameters, note=_edited(step))
                 report = self._named(report, first_bad(run.trace), run, step)
-            return report, run, step
-
-        return self._ranks.run(work)
+        return report, run, step
 
     def _named(
         self, report: Overflow, found: Call | Gradient | None, run: _Run, step: KeptBatch, fp32_run: _Run | None = None
@@ -247,7 +252,7 @@ class _Search:
         """Find the parameter, buffer or part of the batch that was not finite before the step."""
         states = [*self._replay.module.named_buffers()]
         states += [] if self._elsewhere is not None else [*self._replay.module.named_parameters()]
-        bad = [*(self._elsewhere or ()), *nonfinite(states)]
+        bad = [*(self._elsewhere or ()), *names_of_nonfinite(states)]
         near = [name for name in bad if module and name.startswith(f"{module}.")]
         entries = bad_entries(step.batch)
         if near or (bad and not entries):
@@ -269,12 +274,12 @@ class _Search:
 
     def _in_fp32(self, report: Overflow, run: _Run, step: KeptBatch, *, is_wanted: bool) -> Found:
         """Run the step in fp32 if a rank wants it, and complete a wanted report."""
-
-        def work() -> Found:
-            fp32_run = self._run_in_fp32(step)
-            return self._completed(report, run, fp32_run, step) if is_wanted else (report, [], run)
-
-        return self._ranks.run(work) if self._ranks.any(is_wanted) else (report, [], run)
+        if any(gather(self._trainer, is_wanted)):
+            with together(self._trainer, agree=True):
+                fp32_run = self._run_in_fp32(step)
+                if is_wanted:
+                    return self._completed(report, run, fp32_run, step)
+        return report, [], run
 
     def _completed(self, report: Overflow, run: _Run, fp32_run: _Run | Failure, step: KeptBatch) -> Found:
         """Complete a report by the run in fp32, and choose the remedies to try."""
@@ -340,8 +345,9 @@ class _Search:
             for setting, how in plan:
                 if not has_worked.isdisjoint(how):  # such as more modules than are needed
                     continue
-                works = self._ranks.run(partial(self._works, step, reference, **how))
-                works = self._ranks.all(works or key != mine)
+                with together(self._trainer, agree=True):
+                    works = self._works(step, reference, **how)
+                works = all(gather(self._trainer, works or key != mine))
                 tried.append(TriedRemedy(setting, works))
                 has_worked |= set(how) if works else set()
             if key == mine:
@@ -372,12 +378,9 @@ class _Search:
 
     def _run(self, step: KeptBatch, *, precision: str = "", loss_in_fp32: bool = False, **how: Any) -> _Run:
         """Run the step as training does, or in another precision or at another scale."""
-        replay, plugin = self._replay, self._trainer.precision_plugin
-        context = replay.forward_context()
-        if precision and isinstance(plugin, AmpPrecision):
-            context = plugin.forward_context_of(precision)
-        trace = Trace(replay.module, BOUNDARY, loss_in_fp32=loss_in_fp32)
-        return _traced(replay, trace, step, context=context, **how)
+        plugin = cast(AmpPrecision, self._trainer.precision_plugin)  # only it says which steps it skips
+        trace = Trace(self._replay.module, BOUNDARY, loss_in_fp32=loss_in_fp32)
+        return _traced(self._replay, trace, step, context=plugin.forward_context_of(precision), **how)
 
 
 def _traced(replay: TrainingPass, trace: Trace, step: KeptBatch, **how: Any) -> _Run:

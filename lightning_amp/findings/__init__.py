@@ -3,12 +3,7 @@
 Read `_step.py` first.
 """
 
-from lightning_amp.findings._gradient import (
-    TOTAL,
-    GradientRow,
-    GradientSample,
-    InaccurateDerivative,
-)
+from lightning_amp.findings._gradient import TOTAL, GradientRow, GradientSample
 from lightning_amp.findings._lost_precision import (
     WRONG_DB,
     LostPrecision,
@@ -28,7 +23,6 @@ __all__ = [
     "ComparisonRow",
     "GradientRow",
     "GradientSample",
-    "InaccurateDerivative",
     "LostPrecision",
     "ModuleRow",
     "ModuleSums",

@@ -52,21 +52,10 @@ class GradientRow(NamedTuple):
         """Return whether fp16 loses more than a tenth of the values, because they are too small for it."""
         return self.precision in ("fp16", "") and self.underflow_fraction > 0.1
 
-
-@final
-class InaccurateDerivative(NamedTuple):
-    """A derivative inside the loss that does not fit into fp16.
-
-    Attributes:
-        line: The line of the step that computes it.
-        zero: Share of its non-zero values that become zero in fp16.
-        sqnr_db: SQNR against the fp32 derivative; NaN if it overflowed.
-
-    """
-
-    line: str
-    zero: float
-    sqnr_db: float
+    @property
+    def is_divided_twice(self) -> bool:
+        """Return whether the gradient has the direction of fp32, and is shorter, by the loss scale at most."""
+        return self.cosine > 0.99 and 0.98 / self.scale < self.norm_ratio < 0.7
 
 
 _LOST_DB = 3.0  # a module below this SQNR is a fault, even if all other modules are fine
@@ -80,16 +69,12 @@ class GradientSample(NamedTuple):
     Attributes:
         rows: The rows of the table; the last row is about all gradients.
         order: Names of the rows in the order of the backward.
-        clipped: The functions that clip scaled gradients, with their lines, in words; empty without any.
-        derivatives: Derivatives inside the loss that are inaccurate in fp16.
         forward_is_finite: Whether the loss was finite in mixed precision.
 
     """
 
     rows: list[GradientRow]
     order: Sequence[str] = ()
-    clipped: str = ""
-    derivatives: Sequence[InaccurateDerivative] = ()
     forward_is_finite: bool = True
 
     def bad(self) -> list[GradientRow]:

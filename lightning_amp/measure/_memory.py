@@ -83,11 +83,12 @@ class PeakMemory:
                 self._backend.reset_peak_memory_stats(self._where)
         elif not self._has_begun and not _is_profiling():
             gc.collect()  # otherwise memory from an earlier profile that is freed in this profile would be subtracted
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler prints its start and its end
+            level = os.environ.get("KINETO_LOG_LEVEL")
+            os.environ["KINETO_LOG_LEVEL"] = level or "6"  # otherwise the profiler prints its start and its end
             with contextlib.suppress(Exception):
-                profile: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
-                profile.__enter__()
-                self._profile = profile
+                self._profile = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True).__enter__()
+            if level is None:
+                del os.environ["KINETO_LOG_LEVEL"]
         self._has_begun = True
 
     def pause(self) -> None:

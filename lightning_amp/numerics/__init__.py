@@ -6,8 +6,8 @@ Read `_limits.py` first.
 from lightning_amp.numerics._fidelity import fidelity, fidelity_sums, inner_product, output_sums
 from lightning_amp.numerics._finite import (
     all_finite,
-    count_nonfinite,
     extremes,
+    names_of_nonfinite,
     nonfinite,
     nonfinite_flag,
     nonfinite_gradients,
@@ -18,7 +18,6 @@ from lightning_amp.numerics._ranges import (
     dense,
     headroom_bits,
     largest,
-    largest_finite,
     underflow_counts,
 )
 
@@ -26,7 +25,6 @@ __all__ = [
     "FP16_LARGEST",
     "HALF_DTYPES",
     "all_finite",
-    "count_nonfinite",
     "dense",
     "extremes",
     "fidelity",
@@ -35,7 +33,7 @@ __all__ = [
     "headroom_bits",
     "inner_product",
     "largest",
-    "largest_finite",
+    "names_of_nonfinite",
     "nonfinite",
     "nonfinite_flag",
     "nonfinite_gradients",

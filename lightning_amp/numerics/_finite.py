@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,6 @@ def nonfinite(scalar: Tensor) -> Tensor:
 def nonfinite_flag(scalar: Tensor) -> Tensor:
     """Return 1.0 if `scalar` [] is inf or NaN, else 0.0: float32 []. Fused optimizers test for exactly 1.0."""
     return nonfinite(scalar).to(torch.float32)
-
-
-def count_nonfinite(values: Tensor) -> Tensor:
-    """Count the values that are inf or NaN: int64 []."""
-    return (~torch.isfinite(dense(values.detach()))).sum()
 
 
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -56,17 +52,26 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
 
     Integers count as finite, and so does an empty list.
     """
-    ends = [end for tensor in tensors for end in extremes(tensor)]
+    ends = [end for tensor in tensors for end in extremes(tensor) if not end.is_meta]
     return torch.isfinite(stack_scalars(ends)).all() if ends else torch.ones((), dtype=torch.bool)
 
 
 def nonfinite_gradients(parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Return the names of parameters whose gradients are not all finite. This waits for the device once."""
-    ends = [(n, end) for n, p in parameters.items() if p.grad is not None for end in extremes(p.grad)]
-    if not ends:
-        return ()
-    flags = torch.isfinite(stack_scalars([end for _, end in ends])).tolist()
-    return tuple(dict.fromkeys(name for (name, _), fine in zip(ends, flags, strict=True) if not fine))
+    return names_of_nonfinite((name, p.grad) for name, p in parameters.items() if p.grad is not None)
+
+
+def names_of_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
+    """Return the names of tensors that are not all finite, without wrappers. This waits for the device once.
+
+    It leaves out tensors that have no values yet, or cannot be asked, such as quantized ones.
+    """
+    flags: list[tuple[str, Tensor]] = []
+    for name, tensor in tensors:
+        with suppress(Exception):
+            flags += [(_modules.plain_name(name), nonfinite(end)) for end in extremes(tensor) if not end.is_meta]
+    found = stack_scalars([flag for _, flag in flags]).tolist() if flags else []
+    return tuple(dict.fromkeys(name for (name, _), is_bad in zip(flags, found, strict=True) if is_bad))
 
 
 def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:

@@ -6,12 +6,11 @@ Every result is a tensor on the device of the values, so no function waits for t
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_amp._compat import _modules, _sharding
+from lightning_amp._compat import _sharding
 from lightning_amp.numerics._limits import FP16_LARGEST, FP16_ROUNDS_TO_NORMAL, FP16_ROUNDS_TO_ZERO
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -61,13 +60,3 @@ def largest(values: Tensor) -> Tensor:
     if values.numel() == 0:
         return torch.zeros((), device=values.device)
     return values.detach().abs().max().float()
-
-
-def largest_finite(values: Tensor) -> Tensor:
-    """Return the largest finite magnitude, float32 []: 0 if there are none."""
-    values = dense(values)
-    if values.numel() == 0:
-        return torch.zeros((), device=values.device)
-    # hidden from every `TorchDispatchMode`
-    with _modules.outside_dispatch_modes() if type(values) in (Tensor, nn.Parameter) else nullcontext():
-        return values.detach().abs().nan_to_num_(0.0, 0.0).max().float()

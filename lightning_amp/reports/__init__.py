@@ -8,7 +8,7 @@ from lightning_amp.reports._comparison import (
     describe_comparison,
     describe_difference,
 )
-from lightning_amp.reports._gradients import GradientTable, describe_derivative, describe_gradient
+from lightning_amp.reports._gradients import GradientTable, describe_gradient
 from lightning_amp.reports._overflow import Overflow, ScaleIs, describe_growth
 from lightning_amp.reports._scale_history import SCALE_HISTORY_FILE, ScaleHistory, plot_histories
 
@@ -27,7 +27,6 @@ __all__ = [
     "TriedRemedy",
     "describe_both",
     "describe_comparison",
-    "describe_derivative",
     "describe_difference",
     "describe_gradient",
     "describe_growth",

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import final, override
 
 from lightning_amp._text import counted, exact, listed, literal, percent, rounded
-from lightning_amp.findings import (
-    TOTAL,
-    GradientRow,
-    GradientSample,
-    InaccurateDerivative,
-    bits_kept,
-)
+from lightning_amp.findings import TOTAL, GradientRow, GradientSample, bits_kept
 from lightning_amp.reports._figures import new_figure, saved, say_empty
 from lightning_amp.reports._table import MAX_ROWS, SampledTable
 
@@ -110,7 +104,7 @@ class GradientTable(SampledTable[GradientRow]):
         else:
             words = {math.inf: "equal", -math.inf: "zero in fp32"}
             sqnr = words.get(row.sqnr_db, f"{row.sqnr_db:.1f} dB")
-        room = f"{row.headroom_bits:.1f} bits" if math.isfinite(row.headroom_bits) else sqnr
+        room = f"{round(row.headroom_bits, 1) + 0:.1f} bits" if math.isfinite(row.headroom_bits) else sqnr  # not -0.0
         limits = (f"{row.underflow_fraction:.1%}", f"{row.subnormal_fraction:.1%}", room) if self.in_fp16 else ()
         return row.name, *limits, keeps, sqnr, "" if math.isnan(row.cosine) else f"{row.cosine:.4f}"
 
@@ -126,20 +120,24 @@ def _value(row: GradientRow | None, quantity: str) -> float:
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
 
-def describe_gradient(sample: GradientSample, scale: float | None, found: str) -> str:
+def describe_gradient(sample: GradientSample, scale: float | None, found: str, before: Sequence[GradientRow]) -> str:
     """Describe a sample: what is lost, where, and what helps; or how well it fits.
 
-    `scale` is the loss scale at which all gradients so far fit into fp16, and `found` says what was tried.
+    `scale` is the loss scale at which all gradients so far fit into fp16, and `found` says what was tried. `before` are
+    the rows of the previous sample: a module keeps few bits if both samples show it.
     """
     total, bad = sample.rows[-1], sample.bad()
     if total.largest == 0:
         return f"GradientMonitor, step {total.step}: all gradients are zero."
     if not bad:
-        return f"GradientMonitor, step {total.step}: {_healthy(sample, scale)}"
+        return f"GradientMonitor, step {total.step}: {_healthy(sample, scale, before)}"
     at = f"loss scale {exact(total.scale)}" if total.precision == "fp16" else total.precision
     names = [f"`{row.name}`{_share(row)}" for row in bad if row is not total and sample.forward_is_finite]
-    if sample.clipped and not math.isnan(total.largest):
-        found = "fix: `lightning_amp.precision.unscale_(self.trainer, optimizer)` before it (not tried)"
+    if total.is_divided_twice:
+        found = (
+            "fix: `lightning_amp.precision.unscale_(self.trainer, optimizer)` before code that clips gradients, or"
+            " instead of a division by the loss scale (not tried)"
+        )
     lines = (f"GradientMonitor, step {total.step}, {at}: {_what(sample, bad[0])}", listed(names, 4), found)
     return "\n  ".join(filter(None, lines))
 
@@ -149,16 +147,14 @@ def _what(sample: GradientSample, first: GradientRow) -> str:
     if not math.isfinite(total.largest):
         what = "NaN" if math.isnan(total.largest) else "infinite"
         return f"the gradient is {what} in fp32 too: no precision and no loss scale helps"
-    if sample.clipped:
-        return f"{sample.clipped} clips the gradient while it is multiplied with the loss scale"
     if math.isnan(total.sqnr_db):
         if sample.forward_is_finite:
             return "the gradient overflows, and in fp32 it does not"
         return "the forward overflows, and in fp32 it does not, so that no loss scale helps alone"
     if total.cosine > 0.99 and not 0.7 < total.norm_ratio < 1.4:
         text = f"the gradient has the direction of fp32, but {rounded(total.norm_ratio)} times its length"
-        twice = abs(total.norm_ratio * total.scale - 1) < 0.02
-        return f"{text}: `training_step` and the plugin both divide by the loss scale" if twice else text
+        why = "`training_step` and the plugin both divide by the loss scale, or `training_step` clips scaled gradients"
+        return f"{text}: {why}" if total.is_divided_twice else text
     if first.rounds_to_zero:
         return f"{percent(total.underflow_fraction)} of the gradient rounds to zero"
     return f"the gradient keeps {bits_kept(total.sqnr_db, total.precision)} of fp32"
@@ -170,30 +166,23 @@ def _share(row: GradientRow) -> str:
     return f" {percent(row.underflow_fraction)}" if row.rounds_to_zero else f" {bits_kept(row.sqnr_db, row.precision)}"
 
 
-def _healthy(sample: GradientSample, scale: float | None) -> str:
+def _healthy(sample: GradientSample, scale: float | None, before: Sequence[GradientRow]) -> str:
     *parts, total = sample.rows
     if math.isinf(total.sqnr_db):
         return "the gradient equals fp32."
-    least = min((row for row in parts if row.largest and row.sqnr_db > 0), key=lambda row: row.sqnr_db, default=total)
     text = f"the gradient keeps {bits_kept(total.sqnr_db, total.precision)} ({total.sqnr_db:.0f} dB)"
-    text += f", in `{least.name}` {bits_kept(least.sqnr_db, least.precision)}."
-    if total.precision != "fp16" or total.headroom_bits < 0:  # a gradient in float32 may be too large for fp16
+    # A value near the kink of a ReLU may fall on its other side. In a small batch this costs a module many bits once.
+    earlier = {row.name: row.sqnr_db for row in before}
+    rows = [row for row in parts if row.largest and row.sqnr_db > 0 and row.name in earlier]
+    if levels := {row.name: max(row.sqnr_db, earlier[row.name]) for row in rows}:
+        least = min(levels, key=lambda name: levels[name])
+        text += f", in `{least}` {bits_kept(levels[least], total.precision)}"
+    text += "."
+    # a gradient in float32 may be too large for fp16
+    if total.precision != "fp16" or round(total.headroom_bits, 1) < 0:
         return text
     if total.underflow_fraction > 0.01 and scale is not None and scale > total.scale:
         advice = f"`DynamicLossScaler(init_scale={literal(scale)})` (not tried) keeps more"
         return f"{text} {percent(total.underflow_fraction)} of it rounds to zero; {advice}."
     room = counted(round(total.headroom_bits), "bit")
     return f"{text} At the loss scale {exact(total.scale)} it fits, with {room} of room."
-
-
-def describe_derivative(found: InaccurateDerivative) -> str:
-    """Describe how fp16 changes a derivative inside of the loss."""
-    lost = f"keeps {bits_kept(found.sqnr_db, 'fp16')}"
-    if math.isnan(found.sqnr_db):
-        lost = "overflows"
-    elif found.zero > 0:
-        lost = f"loses {percent(found.zero)} of its values, which round to zero"
-    return (
-        f"the derivative inside of the loss, {found.line}, is computed in fp16 without a loss scale, and {lost}\n  fix:"
-        " `lightning_amp.precision.scaled_grad(self.trainer, ...)` in the place of `torch.autograd.grad` (not tried)"
-    )

@@ -16,8 +16,7 @@ from lightning_amp.shadow._private_fit import (
     require_unsharded,
     run_private_fit,
 )
-from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather
-from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
+from lightning_amp.shadow._ranks import OtherRankFailedError, gather, together
 from lightning_amp.shadow._surroundings import device_of_trainer, unnoticed
 from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass, matmul_flops
 
@@ -29,21 +28,18 @@ __all__ = [
     "Failure",
     "GradientSampler",
     "KeptBatch",
-    "Lockstep",
     "OtherRankFailedError",
     "OutputComparison",
     "PairedEvaluation",
     "Precision",
     "RowsBy",
     "Stage",
-    "StepWatch",
     "TrainingPass",
     "copy_batch",
     "device_of_trainer",
     "gather",
     "giving",
     "in_one_line",
-    "inaccurate_derivatives",
     "is_out_of_memory",
     "is_sharded",
     "keep_batches",
@@ -58,5 +54,6 @@ __all__ = [
     "shard_of",
     "shards_of_gathered",
     "tensor_parallel_size",
+    "together",
     "unnoticed",
 ]

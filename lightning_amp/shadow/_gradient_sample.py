@@ -30,7 +30,6 @@ from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._fsdp import counts_here, is_sharded
 from lightning_amp.shadow._output_comparison import OutputComparison
 from lightning_amp.shadow._ranks import OtherRankFailedError, gather, together
-from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
 from lightning_amp.tracing import Trace
 
@@ -44,9 +43,7 @@ class _Run(NamedTuple):
 
     gradients: dict[str, Tensor]
     trace: Trace
-    watch: StepWatch
     loss: Tensor | None
-    counted: set[str]  # parameters that this rank counts: each value of a sharded gradient counts on one rank
 
 
 @final
@@ -90,7 +87,7 @@ class GradientSampler:
         found = [
             _row(step, name, scale, added, top, precision_of(trainer)) for name, added, top in rows if added[0] > 0
         ]
-        most = max(ranks, key=lambda one: (bool(one.clipped) + len(one.derivatives), len(one.order)))
+        most = max(ranks, key=lambda one: len(one.order))
         return most._replace(rows=found, forward_is_finite=all(r.forward_is_finite for r in ranks)) if found else None
 
     def _clear(self) -> None:
@@ -124,22 +121,23 @@ class GradientSampler:
             return sample
         amp = self._run(outputs, scale, rules)
         sample = sample._replace(forward_is_finite=amp.loss is None or bool(torch.isfinite(amp.loss).all()))
-        if scale != 1:
-            clipped = " and ".join(f"`{name}` ({line})" for line, name in amp.watch.clippings.items())
-            sample = sample._replace(clipped=clipped, derivatives=inaccurate_derivatives(fp32.watch, amp.watch))
         rows = {row_of[name] for name in fp32.gradients}
         in_half = {one.call.key for one in amp.trace.gradients if one.dtype in HALF_DTYPES and not one.is_inner}
         for one in fp32.trace.read().gradients:
             # Gradients of operations count, because they may be larger than gradients of parameters.
             if one.call.key in in_half and not one.is_inner:
                 name = one.call.module or ""
-                self._add([name] if self._by == "module" and name in rows else [], one.arrived.size)
+                magnitude = torch.tensor(max(abs(one.arrived.low), abs(one.arrived.high)))
+                self._add([name] if self._by == "module" and name in rows else [], magnitude)
+        model, parameters = cast(nn.Module, self._trainer.strategy.model), _modules.plain_parameters(self._module)
         for name, gradient in fp32.gradients.items():
             # A gradient that exists only in fp32 is lost in mixed precision.
             values = amp.gradients.get(name, torch.zeros_like(gradient))
             counts, product = underflow_counts(gradient, scale), inner_product(gradient, values)
-            measured = (counts, fidelity_sums(gradient, values), product) if name in amp.counted else ()
-            self._add([row_of[name]], largest(gradient), *measured)
+            measured = counts, fidelity_sums(gradient, values), product
+            # each value of a sharded gradient counts on one rank
+            is_mine = not is_sharded(self._trainer) or counts_here(parameters[name], model)
+            self._add([row_of[name]], largest(gradient), *(measured if is_mine else ()))
         return sample
 
     def _run(
@@ -151,15 +149,12 @@ class GradientSampler:
                 Fp32Modules(one.module, rules, trainer.strategy.root_device.type, active=True)
             if outputs is not None:
                 watching.enter_context((outputs.recording if in_fp32 else outputs.comparing)(one.module))
-            trace, watch = Trace(one.module, BOUNDARY, values=False), StepWatch(one.module, scale)
+            trace = Trace(one.module, BOUNDARY, values=False)
             context = None if in_fp32 else trainer.precision_plugin.forward_context()
             loss = one.run(
-                self._batch, self._batch_idx, context=context, scale=scale, trace=trace, step_watch=watch,
-                fp32_draws=not in_fp32,
-            )  # fmt: skip
-            model, parameters = cast(nn.Module, trainer.strategy.model), _modules.plain_parameters(self._module)
-            counted = {name for name, p in parameters.items() if not is_sharded(trainer) or counts_here(p, model)}
-            return _Run(one.gradients(), trace, watch, loss, counted)
+                self._batch, self._batch_idx, context=context, scale=scale, trace=trace, fp32_draws=not in_fp32
+            )
+            return _Run(one.gradients(), trace, loss)
 
 
 def precision_of(trainer: Trainer) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -204,33 +204,3 @@ def _group_argument(operation: Any) -> tuple[int, bool] | None:
         if argument.name == "group_name" or str(argument.type).endswith("ProcessGroup"):
             return i, argument.name == "group_name"
     return None
-
-
-@final
-class Lockstep:
-    """Lets all ranks run the same number of passes, whatever each of them finds.
-
-    A step may exchange values with the other ranks (`self.all_gather`, SyncBatchNorm). A rank that ran one step more
-    than the others would wait forever.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def any(self, flag: bool) -> bool:
-        """Return whether `flag` is true on any rank."""
-        return any(gather(self._trainer, flag))
-
-    def all(self, flag: bool) -> bool:
-        """Return whether `flag` is true on all ranks."""
-        return all(gather(self._trainer, flag))
-
-    def run(self, work: Callable[[], T]) -> T:
-        """Run `work` on all ranks and return its result; if it fails on one rank, raise on all.
-
-        Raises:
-            OtherRankFailedError: If it failed on another rank, and not on this one.
-
-        """
-        with together(self._trainer, agree=True):
-            return work()

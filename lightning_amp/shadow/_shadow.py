@@ -149,16 +149,11 @@ class Exchange:
         in_fp32: bool,
     ) -> None:
         model = cast(nn.Module, trainer.strategy.model)
-        self._trainer, self._in_fp32, self._fsdp, self._is_active = trainer, in_fp32, units_of(model), False
-        with together(trainer, agree=True), self._fsdp.set_aside():
+        self._trainer, self._in_fp32, self.fsdp, self._is_active = trainer, in_fp32, units_of(model), False
+        with together(trainer, agree=True), self.fsdp.set_aside():
             # the attributes that are not in use
             self._other = list(copy_attributes(module, model, memo, in_fp32=in_fp32).items())
             self._parameters = list({id(p): p for p in (*module.parameters(), *parameters)}.values())
-
-    @property
-    def gathers_in_half(self) -> bool:
-        """Return whether only a second exchange, with `in_fp32`, gathers parameters in their own dtype."""
-        return self._fsdp.casts and not self._in_fp32
 
     @contextmanager
     def active(self) -> Generator[None]:
@@ -169,7 +164,7 @@ class Exchange:
         with ExitStack() as undo:
             self._is_active = True
             undo.callback(setattr, self, "_is_active", False)
-            undo.enter_context(self._fsdp.set_aside())
+            undo.enter_context(self.fsdp.set_aside())
             undo.callback(self._swap)
             self._swap()
             for parameter in self._parameters:
@@ -178,11 +173,11 @@ class Exchange:
                 replace(undo, parameter, grad=None, **dict.fromkeys(hooks))
                 part = _sharding.local(parameter).data  # `data` counts its changes by itself
                 undo.callback(part.copy_, part.clone())  # because a step may edit weights
-            for parameter, values in self._fsdp.parts_in_use():
+            for parameter, values in self.fsdp.parts_in_use():
                 _sharding.local(parameter.detach()).copy_(values)
-            if self._in_fp32 and self._fsdp.casts:
-                undo.enter_context(self._fsdp.gathering_in_full())
-            undo.callback(self._fsdp.settle)
+            if self._in_fp32 and self.fsdp.casts:
+                undo.enter_context(self.fsdp.gathering_in_full())
+            undo.callback(self.fsdp.settle)
             yield
 
     @contextmanager
@@ -195,11 +190,11 @@ class Exchange:
             try:
                 yield
             finally:
-                self._fsdp.settle()
+                self.fsdp.settle()
 
     def _swap(self) -> None:
         """Exchange the attributes of each module for the other set."""
-        self._fsdp.reshard()
+        self.fsdp.reshard()
         present = [(module, dict(vars(module))) for module, _ in self._other]
         for module, values in self._other:
             vars(module).clear()

@@ -21,7 +21,6 @@ from lightning_amp.shadow._fsdp import replace
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._ranks import together
 from lightning_amp.shadow._shadow import Shadow
-from lightning_amp.shadow._step_watch import StepWatch
 from lightning_amp.shadow._views import NOTHING, View, replaying
 from lightning_amp.tracing import Fp32Draws, RandomState, Trace, fp32_throughout, paired_random
 
@@ -54,12 +53,13 @@ class TrainingPass:
         self._stepped: dict[nn.Parameter, Tensor] = {}  # true gradients
         self._unscaled: dict[nn.Parameter, Tensor] = {}  # gradients that are true, as long as they are the parameter's
         self._trace: Trace | None = None
-        self._step_watch: StepWatch | None = None
         plugin = replaying(trainer.precision_plugin, clip_gradients=NOTHING, unscale_=self._unscale)
         if isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler):
             scaler = View(plugin.scaler, scale=self._scaled, unscale_=self._unscale, get_scale=lambda: self._factor)
             vars(plugin).update(scaler=scaler)
-        stand_ins = _optimizer_attributes(trainer, self._stand_in)
+        # `LightningModule.optimizers()` reads private attributes. Remove when it reads them from the Trainer.
+        names, strategy = ("_lightning_optimizers", "optimizers"), trainer.strategy
+        stand_ins: Any = {name: [self._stand_in(one) for one in getattr(strategy, name)] for name in names}
         schedules: list[Any] = [copy.copy(config) for config in trainer.lr_scheduler_configs]
         for config in schedules:
             config.scheduler = View(config.scheduler, step=NOTHING)
@@ -83,7 +83,7 @@ class TrainingPass:
             # Parameters correspond by position, because a parameter that two modules share is also shared in the copy.
             twins = dict(zip(module.parameters(), self.module.parameters(), strict=True))
             self._real = {*twins, *optimized}.difference(twins.values())
-            self._stand_ins = [*stand_ins["_lightning_optimizers"], *stand_ins["optimizers"]]
+            self._stand_ins = [one for each in stand_ins.values() for one in each]
             for stand_in in self._stand_ins:
                 groups = [
                     {**group, "params": [twins[p] for p in group["params"] if p in twins]}
@@ -95,14 +95,7 @@ class TrainingPass:
     @property
     def gathers_in_half(self) -> bool:
         """Return whether a sharded module's parameters are gathered in half precision, or cast when gathered."""
-        return self._shadow.exchange is not None and self._shadow.exchange.gathers_in_half
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context of the real step."""
-        plugin = self._trainer.precision_plugin
-        if isinstance(plugin, AmpPrecision):
-            return plugin.forward_context_of("")
-        return plugin.forward_context()
+        return self._shadow.exchange is not None and self._shadow.exchange.fsdp.casts
 
     def run(
         self,
@@ -113,7 +106,6 @@ class TrainingPass:
         random_state: RandomState | None = None,
         scale: float = 1.0,
         trace: Trace | None = None,
-        step_watch: StepWatch | None = None,
         fp32_draws: bool = False,
     ) -> Tensor | None:
         """Run one step and its backward, and restore the random generators.
@@ -125,17 +117,14 @@ class TrainingPass:
             random_state: The random generators at the start; default: the present state.
             scale: The loss scale.
             trace: Entered for the run.
-            step_watch: Entered for the run.
             fp32_draws: Whether to draw random numbers like a pass in fp32, for a comparison with such a pass.
 
         Returns:
             The unscaled loss; in manual optimization the sum of the losses that had a backward.
         """
-        self._factor, self._trace, self._step_watch = scale, trace, step_watch
+        self._factor, self._trace = scale, trace
         for held in (self._losses, self._stepped, self._unscaled):
             held.clear()
-        if step_watch is not None:
-            step_watch.unscaled, step_watch.before_backward = self._unscaled, self._scale_again
         shadow, plugin = self._shadow, self._trainer.precision_plugin
         fp8 = plugin.fp8_on(self.module) if isinstance(plugin, AmpPrecision) else nullcontext()
         with (
@@ -146,7 +135,6 @@ class TrainingPass:
             fp32_throughout(self._device_type) if context is None else fp8,
             Fp32Draws() if fp32_draws else nullcontext(),
             trace or nullcontext(),
-            step_watch or nullcontext(),  # must be last, because it reads the frame that called it
         ):
             batch = copy_batch(batch, upcast=context is None)
             if is_overridden("on_train_batch_start", shadow.module):
@@ -186,7 +174,7 @@ class TrainingPass:
         """Free the shadow, and circular references, which would keep its tensors until the next garbage collection."""
         self.forget_gradients()
         self._undo.close()
-        self._trace = self._step_watch = None
+        self._trace = None
         for stand_in in self._stand_ins:
             vars(stand_in).update(step=NOTHING, zero_grad=NOTHING, toggle_model=NOTHING, optimizer=None)
 
@@ -194,15 +182,13 @@ class TrainingPass:
 
     def _backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         self._losses.append(loss.detach().float())
-        self._scale_again()
         if self._trace is not None and not self._automatic:
             self._trace.note_loss(loss)
         with torch.autocast(self._device_type, enabled=False), ExitStack() as watching:
             scaled = self._scaled(loss)
-            is_watched = self._trace is not None and self._step_watch is None  # which looks for `Tensor.backward`
-            run = partial(_watched_backward, scaled) if is_watched else scaled.backward
+            run = scaled.backward if self._trace is None else partial(_watched_backward, scaled)
             if is_overridden("backward", self.module):  # which may enter a context, such as `loss_parallel`
-                if is_watched:  # it calls `loss.backward`, where the trace would see no operation
+                if self._trace is not None:  # it calls `loss.backward`, where the trace would see no operation
                     vars(scaled)["backward"] = run
                     watching.callback(vars(scaled).clear)
                 run = partial(self.module.backward, scaled)
@@ -210,15 +196,13 @@ class TrainingPass:
                 watching.enter_context(self._trace.in_backward())
             run(*args, **kwargs)
 
-    def _scale_again(self) -> None:
-        """Multiply true gradients by the scale, because the next backward adds to them at the scale."""
+    def _scaled(self, outputs: Any) -> Any:
+        """Multiply losses by the scale, and true gradients, because the next backward adds to them at the scale."""
         with _modules.outside_function_modes():
             while self._unscaled:
                 parameter, gradient = self._unscaled.popitem()
                 if parameter.grad is gradient:
                     parameter.grad = gradient * self._factor
-
-    def _scaled(self, outputs: Any) -> Any:
         if isinstance(outputs, Tensor):
             # A scaler multiplies by a tensor, too: a loss in half precision becomes float32.
             return outputs * torch.as_tensor(self._factor, dtype=torch.float32, device=outputs.device)
@@ -293,19 +277,6 @@ def _watched_backward(
 
 def _parameters(stand_in: Any) -> list[nn.Parameter]:
     return [parameter for group in stand_in.param_groups for parameter in group["params"]]
-
-
-def _optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
-    """Return attributes for a view of a strategy in which `stand_in(optimizer)` replaces each optimizer.
-
-    `LightningModule.optimizers()` reads private attributes of the strategy. Remove when that method reads them from the
-    Trainer.
-    """
-    wrapped = trainer.strategy._lightning_optimizers
-    return {
-        "_lightning_optimizers": [stand_in(optimizer) for optimizer in wrapped],
-        "optimizers": [stand_in(optimizer) for optimizer in trainer.strategy.optimizers],
-    }
 
 
 def matmul_flops(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> dict[str, float]:

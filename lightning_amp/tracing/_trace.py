@@ -62,11 +62,6 @@ class Ends:
         return frozenset(str(end) for end in (self.low, self.high) if math.isinf(end))
 
     @property
-    def size(self) -> Tensor:
-        """Return the larger magnitude of the two: [], on the host; NaN if a value is."""
-        return torch.tensor(max(abs(self.low), abs(self.high)))
-
-    @property
     def largest(self) -> float | None:
         """Return the larger magnitude of the two; `None` if none of them is finite."""
         return max((abs(end) for end in (self.low, self.high) if math.isfinite(end)), default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from lightning_amp.measure import PeakMemory, is_settled, num_bytes
 MIB, CPU = 2**20, torch.device("cpu")
 
 
-def test_weights_and_all_allocations_count() -> None:
-    module = nn.Linear(1024, 1024, bias=False)  # 4 MiB
-    watch = PeakMemory(torch.device("cpu"), module)
+def test_weights_and_all_allocations_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    watch = PeakMemory(CPU, nn.Linear(1024, 1024, bias=False))  # 4 MiB
     watch.resume()
+    assert "KINETO_LOG_LEVEL" not in os.environ
     two = torch.ones(2, MIB)  # 8 MiB, dropped before the next 4
     del two
     kept = torch.ones(MIB)

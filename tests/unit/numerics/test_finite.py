@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_amp.numerics import all_finite, extremes, nonfinite, nonfinite_flag, nonfinite_gradients
+from lightning_amp.numerics import (
+    all_finite,
+    extremes,
+    names_of_nonfinite,
+    nonfinite,
+    nonfinite_flag,
+    nonfinite_gradients,
+)
 
 BAD = [math.inf, -math.inf, math.nan]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -70,6 +77,8 @@ def test_names_of_gradients() -> None:
     net[1].bias.grad = torch.tensor([0.0, math.inf])
     net[1].weight.grad = torch.full((2, 2), math.nan)
     assert nonfinite_gradients(dict(net.named_parameters())) == ("1.weight", "1.bias")
+    odd = [("meta", torch.ones(2, device="meta")), ("lazy", nn.UninitializedParameter())]
+    assert names_of_nonfinite([*odd, ("_orig_mod.b", torch.tensor(math.nan))]) == ("b",)
 
 
 def test_extremes() -> None:

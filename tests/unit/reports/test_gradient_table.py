@@ -10,8 +10,8 @@ from support.approved import assert_approved
 from support.tables import gradient_row, hundred_gradients
 
 from lightning_amp import GradientMonitor
-from lightning_amp.findings import GradientRow
-from lightning_amp.reports import GradientTable, _table
+from lightning_amp.findings import GradientRow, GradientSample
+from lightning_amp.reports import GradientTable, _table, describe_gradient
 
 
 def usual(step: int, name: str, room: float = 3.0) -> GradientRow:
@@ -49,6 +49,18 @@ def test_printed_tables() -> None:
     assert len(GradientTable(many).to_text(max_rows=None).splitlines()) == 102
     assert len(GradientTable(many).to_text(3).splitlines()) == 6
     assert repr(GradientTable(many)) == "GradientTable(101 rows)"
+
+
+def test_a_module_keeps_few_bits_if_two_samples_show_it() -> None:
+    """A ReLU may change its sign in one small sample; a headroom of -0.04 is rounding, and nothing overflowed."""
+    once, both, total = (usual(2, name, -0.04) for name in ("once", "both", "(all)"))
+    rows = [once._replace(sqnr_db=8.0), both._replace(sqnr_db=20.0), total]
+    before = [once, both._replace(sqnr_db=31.0), total]
+    text = describe_gradient(GradientSample(rows), None, "", before)
+    assert "keeps 8 of 11 bits (50 dB), in `both` 5 of 11 bits." in text
+    assert "it fits, with 0 bits of room" in text
+    assert "-0.0" not in str(GradientTable(rows))
+    assert "(50 dB). At" in describe_gradient(GradientSample(rows), None, "", [])
 
 
 @pytest.mark.parametrize("max_rows", [0, -1, True, 2.5])
