@@ -306,10 +306,8 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
         run, steps = self._run, self._steps
         with autocast_off(self.device):
             if run is None or steps is None:  # gradients are not scaled and steps not counted
-                output = Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
-            else:
-                output = run.step(steps, unwrap_optimizer(optimizer), closure, kwargs)
-        return output
+                return Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
+            return run.step(steps, unwrap_optimizer(optimizer), closure, kwargs)
 
     @override
     def clip_gradients(
@@ -344,11 +342,7 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
             self._run.protection.settle()
         self.flush()
         derivatives = self._derivatives.state()
-        return {
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            **self.records.state(),
-            **({} if derivatives is None else {_DERIVATIVES: derivatives}),
-        }
+        return self._state() | ({} if derivatives is None else {_DERIVATIVES: derivatives})
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -114,17 +114,14 @@ class ByHand:
         self._watch = watch
         self._runs = False  # whether a backward runs whose loss the user has scaled
 
-    def scale(self, outputs: Any) -> Any:
-        """Multiply losses whose backward the user runs."""
-        if not isinstance(outputs, Tensor):
-            many = [self.scale(output) for output in outputs]
-            return tuple(many) if isinstance(outputs, tuple) else many
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply a loss whose backward the user runs."""
         self._runs = self._watch.in_scaled_backward = False  # after an error inside a backward
         self._steps.begin_backward()
         scaler = self._steps.scaler
-        scaled = scaler.multiply(outputs)
+        scaled = scaler.multiply(loss)
         if scaled.requires_grad:
-            scaled.register_hook(partial(self._begin, outputs.detach(), scaler.scale_tensor))
+            scaled.register_hook(partial(self._begin, loss.detach(), scaler.scale_tensor))
         return scaled
 
     def _begin(self, loss: Tensor, scale: Tensor, gradient: Tensor) -> None:

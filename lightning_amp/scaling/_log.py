@@ -13,6 +13,7 @@ from typing_extensions import final
 
 from lightning_amp._text import exact
 from lightning_amp.findings import StepPrecision, StepReason, StepRecord
+from lightning_amp.numerics import nonfinite
 from lightning_amp.scaling._checkpoint import Saved
 from lightning_amp.scaling._scalars import Skip, read_scalars
 
@@ -46,7 +47,9 @@ class StepResult:
     @property
     def bad_loss(self) -> Skip:
         """Return whether the loss was not finite. Its forward leaves NaN in buffers even if the step is applied."""
-        return self.known_bad_loss or Skip.if_nonfinite(self.loss_probe)
+        if self.known_bad_loss is not None or self.loss_probe is None:
+            return self.known_bad_loss or Skip.NO
+        return Skip.on_device(nonfinite(self.loss_probe))
 
 
 @final
@@ -71,10 +74,6 @@ class Subscription:
     on_bad_loss: Callable[[StepRecord], None] | None = None
     before_update: Callable[[int, Optimizer], None] | None = None
     cause: Callable[[int], str] | None = None
-
-    def end_losses(self) -> None:
-        """Stop calling `on_bad_loss`."""
-        self.on_bad_loss = None
 
     def close(self) -> None:
         """End the subscription. A second call does nothing."""
@@ -358,6 +357,10 @@ class StepCounts:
     def num_skipped(self) -> int:
         """Count the skipped optimizer steps; in a Trainer, of all its fits. This waits for the device."""
         return self._so_far()[1]
+
+    def _state(self) -> dict[str, Any]:
+        """Return the scale, the counts and the last step, as plain numbers and strings."""
+        return {"scaler": None if self.scaler is None else self.scaler.state_dict(), **self.records.state()}
 
     def _so_far(self) -> tuple[int, int, StepRecord | None]:
         return self.records.so_far(lambda: None if self.scaler is None else self.scaler.scale_tensor)

@@ -234,7 +234,7 @@ class ScaledSteps(StepCounts):
     def state_dict(self) -> dict[str, Any]:
         """Return the scale, the counts and the last step, as plain numbers and strings. This waits for the device."""
         self.flush()
-        return {"scaler": None if self.scaler is None else self.scaler.state_dict(), **self.records.state()}
+        return self._state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`, or from the state of torch's own `GradScaler`.

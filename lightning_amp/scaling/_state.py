@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import final
 
-from lightning_amp._compat import _sharding, _torch
+from lightning_amp._compat import _modules, _sharding, _torch
 from lightning_amp.numerics import dense, nonfinite_flag
 from lightning_amp.scaling import _scalars
 from lightning_amp.scaling._early_moves import calls_closure_late
@@ -68,6 +68,11 @@ class GradientState:
         self.takes_closure = self.is_torchs or _takes_closure(optimizer)
         # FSDP2 keeps the gradients of batches without synchronisation elsewhere
         self.is_sharded = any(map(_sharding.is_sharded, parameters(optimizer)))
+
+    @property
+    def num_edits(self) -> int:
+        """Return a number that grows when parameters of an optimizer that is not torch's change in place."""
+        return 0 if self.is_torchs else sum(map(_modules.version, parameters(self.optimizer)))
 
     def _forget_check(self) -> None:
         self.found_inf: Tensor | None = None

@@ -18,7 +18,7 @@ from typing_extensions import final
 
 from lightning_amp._compat import _modules, _torch
 from lightning_amp.scaling._backward_watch import THREAD, BackwardWatch, ByHand, StepGuard
-from lightning_amp.scaling._early_moves import num_edits, snapshot
+from lightning_amp.scaling._early_moves import snapshot
 from lightning_amp.scaling._gradients import has_gradients, parameters
 from lightning_amp.scaling._log import RecordLog, StepResult
 from lightning_amp.scaling._plan import OWN_LOOP, Calls, SkipStep, StepPlan
@@ -322,12 +322,12 @@ class OptimizerSteps:
         first = not state.takes_closure or not (plan.in_closure or state.is_torchs or has_hooks)
         undo = snapshot(optimizer) if self.skips and state.moves_early and not first else None
         skip: Skip | None = None
-        result, calls, edits, leave = None, 0, num_edits(optimizer), SkipStep()
+        result, calls, edits, leave = None, 0, state.num_edits, SkipStep()
 
         def run_closure() -> Any:
             nonlocal skip, result, calls
             THREAD.in_step = False  # the closure may step other optimizers
-            state.moves_early |= calls > 0 or num_edits(optimizer) != edits
+            state.moves_early |= calls > 0 or state.num_edits != edits
             result, calls, skip = closure(), calls + 1, Skip.NO
             skip = self._check(state, before_update, plan)
             if skip.known:
@@ -392,11 +392,8 @@ class OptimizerSteps:
 
     def _record(self, state: GradientState, skip: Skip) -> StepResult:
         """Make the one record of a step. The end of the round adds the next scale."""
-        scale, overflow = None, skip
-        if self.scaler is not None:
-            scale = state.used_scale
-            overflow = skip if state.overflow is None else skip | state.overflow
-        result = StepResult(skip, state.loss, state.index, scale, overflow, known_bad_loss=state.bad_loss)
+        overflow = skip | (state.overflow or Skip.NO)
+        result = StepResult(skip, state.loss, state.index, state.used_scale, overflow, known_bad_loss=state.bad_loss)
         # otherwise there was nothing to do, and nothing is recorded
         if state.has_gradients if self.skips else has_gradients(state.optimizer):
             self._round.add(result)
@@ -415,7 +412,7 @@ class OptimizerSteps:
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has stepped in this round, so that another round begins with its next step."""
-        again = self._round.has(self.state(optimizer))
+        again = self._round.has(self.state(optimizer).index)
         self._expects_more &= not again
         return again
 

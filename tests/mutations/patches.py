@@ -211,8 +211,8 @@ SCALING = [
     Mutation(
         "a second run goes on with the scale of the first",
         "scaling/_scaler.py",
-        "        _torch.reset_scale(self, init_scale)\n        self._allowance",
-        "        self._allowance",
+        "        _torch.reset_scale(self, init_scale)\n        self._forget_steps",
+        "        self._forget_steps",
         ("tests/contract/test_checkpoints.py::test_k_folds_start_fresh",),
     ),
     Mutation(
