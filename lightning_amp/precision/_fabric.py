@@ -239,12 +239,9 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
         for forward in self._forwards:
             forward.evaluating = not forward.module.training
         around = [context for forward in self._forwards for context in forward.around(in_backward=not inside)]
-        end = partial(self._annotate, name)
+        modules = [forward.module for forward in self._forwards]
+        end = partial(_error_notes.note, choice=self._settled(), modules=modules, step=name)
         return Together([_modules.compiled_backward_without_autocast(), *around, *inside], end)
-
-    def _annotate(self, name: str, error: BaseException | None) -> None:
-        if error is not None:
-            _error_notes.note(error, self._settled(), [forward.module for forward in self._forwards], name)
 
     # -- backward and step ---------------------------------------------------------------------------------------------
 

@@ -141,8 +141,7 @@ class ForwardContexts:
 
     def annotate(self, step: str, error: BaseException | None) -> None:
         """Add a note to an error about dtypes: where it was raised, and what to do."""
-        if error is not None:
-            _error_notes.note(error, self.choice, [self.module], step)
+        _error_notes.note(error, self.choice, [self.module], step)
 
     # -- steps of a Trainer --------------------------------------------------------------------------------------------
 
@@ -162,10 +161,9 @@ class ForwardContexts:
         return step
 
     def _end_training_step(self, error: BaseException | None) -> None:
-        if error is not None:
-            self.annotate("`training_step`", error)
-        else:
-            self._run.end_training_step()
+        self.annotate("`training_step`", error)
+        if error is None:
+            self._run.end_batch()
 
     def backward(self) -> Context:
         """Return the context of a backward."""
@@ -181,25 +179,19 @@ class ForwardContexts:
 
         """
         before, self.evaluating = self.evaluating, True
+        mixed, is_own = self.evaluation.mixed, module is self.module
         try:
-            contexts = self._around_evaluation(module, step)
+            if mixed and is_own and step is not None:
+                self._begin(step, partial(self.evaluation_step, module))
+            metrics = self._metrics if is_own or not mixed else metrics_in_fp32(module, self.device_type)
+            outputs = _NOTHING if step is None else Overrides([Fp32Outputs(module, step)])
+            # users export models in hooks, and an export needs the module's own `forward`
+            weights = self._reused_weights if is_own and step is not None else _NOTHING
+            contexts = [*([metrics, outputs] if mixed else []), weights, self.autocast()]
             with Together(contexts, partial(self.annotate, f"`{step}`" if step else "a hook")):
                 yield
         finally:
             self.evaluating = before
-
-    def _around_evaluation(self, module: nn.Module, step: str | None) -> list[Context]:
-        contexts: list[Context] = []
-        is_own = module is self.module
-        if self.evaluation.mixed:
-            if is_own and step is not None:
-                self._begin(step, partial(self.evaluation_step, module))
-            contexts.append(self._metrics if is_own else metrics_in_fp32(module, self.device_type))
-        if self.evaluation.mixed and step is not None:
-            contexts.append(Overrides([Fp32Outputs(module, step)]))
-        if is_own and step is not None:  # users export models in hooks, and an export needs the module's own `forward`
-            contexts.append(self._reused_weights)
-        return [*contexts, self.autocast()]
 
     def _begin(self, step: str, context: Callable[[], Context]) -> None:
         """Prepare for the first step of an epoch, or for the first one after steps of another kind."""

@@ -117,13 +117,12 @@ class Run:
 
     def begin_training_step(self) -> None:
         """Prepare for a training step; in manual optimization, end the batch in which hooks have stepped since."""
+        self.end_batch()
         if self.steps is not None:
-            if not self._automatic:
-                self.steps.end_round()
             self.protection.enter_step()
 
-    def end_training_step(self) -> None:
-        """End a training step; in automatic optimization its optimizer step is still to come."""
+    def end_batch(self) -> None:
+        """End the round of a batch in manual optimization; in automatic optimization the optimizer step ends it."""
         if self.steps is not None and not self._automatic:
             self.steps.end_round()
 
