@@ -32,7 +32,7 @@ from lightning_amp.casting import Choice, autocast_off
 from lightning_amp.precision import _clipping, _refusals, _upcast_parameters
 from lightning_amp.precision._first_line import first_line, precision_on, resumed, say
 from lightning_amp.precision._forward import autocast
-from lightning_amp.precision._run import REPLACEABLE, Run
+from lightning_amp.precision._run import Run
 from lightning_amp.precision._settings import PluginArguments
 from lightning_amp.scaling import DerivativeScale, OptimizerSteps, RecordLog, Saved, StepCounts, load_state
 
@@ -171,8 +171,8 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
             self._begin_log(self._last_trainer.goes_on(trainer), training.name)
             if self.upcast_parameters:  # before `fp32_modules`, because these refuse half-precision parameters
                 _upcast_parameters.upcast(module)
-        own = [name for name in REPLACEABLE if not _clipping.is_default(self, name, AmpPrecision)]
-        self._run = run = Run(self, module, training, evaluation, own)
+        own_norm = not _clipping.is_default(self, "clip_grad_by_norm", AmpPrecision)
+        self._run = run = Run(self, module, training, evaluation, own_norm)
         run.check()
         if run.fp8 is not None:
             self._fp8_layers = run.fp8.layers

@@ -112,7 +112,6 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
         self._choice, scaler = self._settings.first()
         self._new: list[nn.Module] = []  # were set up since the last forward
         self._forwards: list[ForwardContexts] = []  # of the modules before
-        self._root_device: torch.device | None = None  # from the first forward on
         self._fp8_layers: dict[str, str | None] = {}
         self._loaded: dict[str, Any] | None = None  # a checkpoint for "auto", from before the first forward
         self._why: str | None = None  # the reason of "auto" until the first line is logged
@@ -174,7 +173,6 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
         device = next((t.device for t in tensors), torch.device(self.device))
         choice, _, self._why = self._settings.choose(device, self.process_group)
         self.device, self._choice = device.type, choice
-        self._reduces_on = device
         self.go_on_in(choice.name, self._settings.scaler(choice, device.type))
         if self._loaded is not None:
             self._load_and_say(self._loaded)

@@ -50,15 +50,12 @@ class Together:
 
     def __init__(self, contexts: Sequence[Context], end: Callable[[BaseException | None], None]) -> None:
         self._contexts, self._end = contexts, end
-        self.entered = False
 
     def __enter__(self) -> None:
-        self.entered = True
         for context in self._contexts:
             context.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self.entered = False
         for context in reversed(self._contexts):
             context.__exit__(kind, error, traceback)
         self._end(error)
@@ -77,7 +74,6 @@ class ForwardContexts:
         evaluation: Precision of validation, test and prediction.
         rules: Rules for modules that compute in fp32. A rule that matches nothing raises a `ValueError`.
         autocast: Makes the plugin's forward context.
-        autocast_stays: Whether that context is the same in each step, so that one can be reused.
 
     """
 
@@ -89,17 +85,15 @@ class ForwardContexts:
         evaluation: Choice,
         rules: Sequence[Rule],
         autocast: Callable[[], Context],
-        autocast_stays: bool = True,
     ) -> None:
         self.module, self.device_type = module, device_type
         self.training, self.evaluation = training, evaluation
-        self.autocast, self._autocast_stays = autocast, autocast_stays
+        self.autocast = autocast
         self.evaluating = False
         mixed = training.mixed or evaluation.mixed
         self.fp32_modules = Fp32Modules(module, rules, device_type, active=mixed)
         self._reused_weights = ReusedWeights(module, device_type) if mixed else _NOTHING
         self._run: Any = None  # once it has trained
-        self._training_step: Together | None = None  # made once, which is noticeable in a step of a tiny model
         self.fp8_layers: Context = _NOTHING  # entered in training steps and backwards
         self._metrics = metrics_in_fp32(module, device_type)
         self._step: str | None = None  # the kind of the step that ran last
@@ -153,12 +147,7 @@ class ForwardContexts:
         run.begin_training_step()
         self._begin("training_step", self.autocast)
         self._run = run
-        step = self._training_step
-        if step is None or step.entered or self.evaluating or not self._autocast_stays:
-            step = Together([*self.around(), self.autocast()], self._end_training_step)
-            if not self.evaluating:
-                self._training_step = step
-        return step
+        return Together([*self.around(), self.autocast()], self._end_training_step)
 
     def _end_training_step(self, error: BaseException | None) -> None:
         self.annotate("`training_step`", error)
@@ -199,7 +188,6 @@ class ForwardContexts:
             return
         self._step = step
         self._metrics = metrics_in_fp32(self.module, self.device_type)
-        self._training_step = None  # made anew, with these metrics
         name = _EPOCH_ENDS[step]
         hook = self._epoch_ends.get(name)
         if is_overridden(name, self.module, LightningModule) and (hook is None or not hook.installed):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,9 +25,6 @@ from lightning_amp.precision._fp8 import Fp8
 from lightning_amp.scaling import Calls, HalfGradientsError, OptimizerSteps, RecordLog, StepPlan, max_over_ranks
 from lightning_amp.skipped_steps import BufferPlace, SkipProtection, matching_places
 
-REPLACEABLE = ("forward_context", "autocast_context_manager", "clip_grad_by_norm")
-"""Methods of the plugin. A run needs to know which of them were replaced, by a subclass or on the instance."""
-
 _CALLS = Calls(
     "the precision plugin",
     "self.manual_backward(loss)",
@@ -47,7 +44,7 @@ class Run:
         module: The user's.
         training: Precision of training steps.
         evaluation: Precision of validation, test and prediction.
-        replaced: The methods in `REPLACEABLE` that a subclass or the user has replaced.
+        own_norm: Whether a subclass of the plugin clips by norm in its own way.
 
     Attributes:
         fitting: Whether something is trained.
@@ -57,7 +54,7 @@ class Run:
     """
 
     def __init__(
-        self, plugin: Any, module: LightningModule, training: Choice, evaluation: Choice, replaced: Collection[str]
+        self, plugin: Any, module: LightningModule, training: Choice, evaluation: Choice, own_norm: bool
     ) -> None:
         self.module = module
         self.device = module.trainer.strategy.root_device
@@ -65,13 +62,12 @@ class Run:
         self.steps: OptimizerSteps | None = None
         self.fp8: Fp8 | None = None
         self.named_buffers: list[BufferPlace] = []
-        self._plugin, self._replaced = plugin, replaced
+        self._plugin, self._own_norm = plugin, own_norm
         self._automatic = module.automatic_optimization
         self._checked: Tensor | None = None  # a loss whose backward is checked for anomalies
         self._undo = contextlib.ExitStack()
-        stays = not {"forward_context", "autocast_context_manager"}.intersection(replaced)
         self.forward = ForwardContexts(
-            module, plugin.device, training, evaluation, plugin.fp32_modules, plugin.forward_context, stays
+            module, plugin.device, training, evaluation, plugin.fp32_modules, plugin.forward_context
         )
         self._undo.callback(self.forward.detach)
 
@@ -108,7 +104,7 @@ class Run:
         self._undo.callback(self.steps.close)
         self.protection = SkipProtection(self.module, self.named_buffers, on=self.steps.skips)
         self._undo.callback(self.protection.detach)
-        self.fold_plan = FoldPlan(self.module, "clip_grad_by_norm" in self._replaced)
+        self.fold_plan = FoldPlan(self.module, self._own_norm)
         # the first step shows whether parameters become half precision
         self._may_turn_half = self.forward.training.mixed
         self._undo.enter_context(_modules.compiled_backward_without_autocast())

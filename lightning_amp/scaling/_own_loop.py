@@ -105,7 +105,7 @@ class ScaledSteps(StepCounts):
         self.go_on_in("", scaler)
         self._steps: OptimizerSteps | None = None
         self._buffers: list[Any] = []  # learn of each backward and step, and restore themselves after a skip
-        self._reduces_on: torch.device | None = None
+        self._root_device: torch.device | None = None  # where the ranks agree; in Fabric, from the first forward on
         self._latest: StepResult | None = None
         self._noted: list[tuple[StepResult, Callable[[], Any]]] = []
         self._holds: list[Hold] = []
@@ -125,7 +125,7 @@ class ScaledSteps(StepCounts):
                 self._optimizers,
                 calls=self.calls,
                 all_reduce_max=max_over_ranks(self.process_group),
-                device=self._reduces_on,
+                device=self._root_device,
             )
         return self._steps
 
