@@ -86,8 +86,8 @@ class RecordLog:
     """Keeps references to scalars on the device and turns them into `StepRecord`s one block at a time.
 
     Appending a result launches no kernel and does not wait, because scale tensors are never changed in place. Reading a
-    block waits for the device once. It transfers the flags, the scales (only the last scales if there is no listener)
-    and, if steps were skipped, their losses.
+    block waits for the device once. It transfers the flags, the scales and, if steps were
+    skipped, their losses.
 
     Args:
         limit: Raise `FloatingPointError` when the records of this many skips in a row are read. A skip that lowered the
@@ -225,9 +225,6 @@ class RecordLog:
             return
         flags = _read_flags(pending)
         subscriptions = [*self.subscriptions]
-        if not subscriptions and not any(skip for skip, _ in flags):
-            self.num_steps += len(pending) - 1  # only the last step needs a record
-            pending, flags = pending[-1:], flags[-1:]
         records = self._read(pending, [skip for skip, _ in flags])
         stuck = False
         for record in records:

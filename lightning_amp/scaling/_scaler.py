@@ -281,9 +281,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         if not found_infs:
             raise AssertionError("No inf checks were recorded prior to update.")  # torch's own message and type
         used = self.scale_tensor
-        found_inf = found_infs[0].to(used.device)
-        for other in found_infs[1:]:
-            found_inf = torch.maximum(found_inf, other.to(used.device))
+        found_inf = torch.stack([found.to(used.device) for found in found_infs]).amax()
         loss = self._loss
         self.advance(found_inf, None if loss is None else nonfinite(loss).to(used.device).logical_and(found_inf))
         self._log.append(StepResult(Skip.on_device(found_inf), loss, scale=used))

@@ -133,7 +133,6 @@ class SkipProtection:
         if self._scheduler_step is not None:
             self._scheduler_step.restore()
         self._holds, self._buffers = {}, []
-        self._on = False
 
 
 @final
