@@ -201,7 +201,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         if self.is_enabled() and isinstance(outputs, Iterable) and not isinstance(outputs, Tensor):
             scaled = [self.scale(output) for output in outputs]
             return tuple(scaled) if isinstance(outputs, tuple) else scaled
-        return self.multiply(outputs) if self._owner is None else self._owner.by_hand.scale(outputs)
+        return self.multiply(outputs) if self._owner is None else self._owner.scale_by_hand(outputs)
 
     def multiply(self, loss: Any) -> Any:
         """Multiply a loss by the scale.

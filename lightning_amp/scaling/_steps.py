@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp._compat import _modules, _torch
-from lightning_amp.scaling._backward_watch import THREAD, BackwardWatch, ByHand, StepGuard
+from lightning_amp.scaling._backward_watch import THREAD, BackwardWatch
 from lightning_amp.scaling._early_moves import snapshot
 from lightning_amp.scaling._gradients import has_gradients, parameters
 from lightning_amp.scaling._log import RecordLog, StepResult
@@ -78,15 +78,13 @@ class OptimizerSteps:
         self._scale_has_changed = False  # between two backwards
         self._expects_more = not self.states  # nobody has said how many optimizers there are
         self._watch: BackwardWatch | None = None
-        self._guard: StepGuard | None = None
         if self.scaler is not None:
-            self._watch = BackwardWatch()
+            self._watch = BackwardWatch(self)
             for state in self.states.values():
                 state.watched = self._watch.watch_first(state.optimizer)
             known = self._known_parameters()
             self._watch.watch(p for p in watched if id(p) not in known)
-            self._guard = StepGuard(self, self._watch)
-            self.by_hand = ByHand(self, self._watch)
+            self.scale_by_hand = self._watch.scale
             self.scaler.serve(self)
         self.begin_anew()
 
@@ -117,8 +115,8 @@ class OptimizerSteps:
         """Remove all hooks."""
         for state in self.states.values():
             state.finish()
-        if self._guard is not None and self.scaler is not None:
-            self._guard.close()
+        if self._watch is not None and self.scaler is not None:
+            self._watch.close()
             self.scaler.serve(None)
 
     def state(self, optimizer: Optimizer) -> GradientState:
