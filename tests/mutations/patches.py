@@ -218,8 +218,8 @@ SCALING = [
     Mutation(
         "a run whose scale still falls is called stuck",
         "scaling/_log.py",
-        "self.streak = () if lowered else (*self.streak, record.reason)",
-        "self.streak = (*self.streak, record.reason)",
+        "self.streak = (*self.streak, record.reason) if lost else ()",
+        "self.streak = (*self.streak, record.reason) if record.skipped else ()",
         ("tests/unit/scaling/test_records.py", IN_USE.removesuffix("::")),
     ),
     Mutation(
@@ -409,8 +409,8 @@ PRECISION = [
     Mutation(
         "hooks see scaled gradients of a fused optimizer",
         "precision/_clipping.py",
-        "        if self.somebody_looks or (automatic and self.own_clipping):\n            return False, None",
-        "        pass",
+        "    if somebody_looks(module) or (automatic and clips_itself(module)):\n        return False, None",
+        "    pass",
         (f"{MANUAL.removesuffix('::')}",),
     ),
     Mutation(
