@@ -39,7 +39,7 @@ def evaluation_loader_idx(trainer: Any) -> int | None:
 
 def _epoch_values(trainer: Any) -> Iterator[tuple[Any, list[str]]]:
     """Find the values that the current evaluation reduces over its epoch, with their names in `callback_metrics`."""
-    results = trainer._results or {}
+    results: Any = trainer._results or {}
     for item in results.values():
         if item.meta.on_epoch:
             yield item, results._forked_name(item, on_step=False)

@@ -228,15 +228,12 @@ class RecordLog:
         records = self._read(pending, [skip for skip, _ in flags])
         stuck = False
         for record in records:
-            if not record.skipped:
-                self.num_steps += 1
-                self.streak = () if not stuck else self.streak
-                continue
-            lowered = record.next_scale < record.scale
-            self.num_skipped += 1
-            self.num_lost += not lowered
+            lost = record.skipped and record.next_scale >= record.scale
+            self.num_steps += not record.skipped
+            self.num_skipped += record.skipped
+            self.num_lost += lost
             if not stuck:
-                self.streak = () if lowered else (*self.streak, record.reason)
+                self.streak = (*self.streak, record.reason) if lost else ()
                 stuck = len(self.streak) >= self.limit
         self._known_streak = len(self.streak)
         self.last = records[-1]
