@@ -141,13 +141,9 @@ def averages(trainer: Any) -> list[tuple[Any, Any]]:
     """
     from lightning_amp._compat._names import StochasticWeightAveraging
 
-    found: list[tuple[Any, Any]] = []
-    for callback in trainer.callbacks:
-        if is_weight_averaging(callback) or isinstance(callback, StochasticWeightAveraging):
-            average = callback._average_model
-            if average is not None:
-                found.append((callback, average.module if is_weight_averaging(callback) else average))
-    return found
+    callbacks = [c for c in trainer.callbacks if is_weight_averaging(c) or isinstance(c, StochasticWeightAveraging)]
+    pairs = [(callback, callback._average_model) for callback in callbacks if callback._average_model is not None]
+    return [(callback, average.module if is_weight_averaging(callback) else average) for callback, average in pairs]
 
 
 # Remove with `averages`.

@@ -170,7 +170,7 @@ class Run:
         update = partial(self._before_update, steps, optimizer)
         fold, max_norm = _clipping.fold_plan(self.module, self._own_norm)
         host_must_know, in_closure = self.protection.host_must_know(optimizer), closure is not do_nothing_closure
-        plan = StepPlan(fold, max_norm, host_must_know, self.protection.asks_for_loss, in_closure)
+        plan = StepPlan(fold, max_norm, host_must_know, in_closure)
         try:
             output, result = steps.step(optimizer, compute, update, plan, **kwargs)
         except HalfGradientsError as error:

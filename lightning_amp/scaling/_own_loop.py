@@ -173,7 +173,7 @@ class ScaledSteps(StepCounts):
         steps = self.started()
         if steps.has_stepped(optimizer):
             steps.end_round()
-        plan = StepPlan(fold=True, asks_for_loss=bool(self._buffers), in_closure=closure is not None)
+        plan = StepPlan(fold=True, in_closure=closure is not None)
         device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
         with torch.autocast(device.type, enabled=False):
             output, result = steps.step(optimizer, closure or (lambda: None), lambda: None, plan, **kwargs)

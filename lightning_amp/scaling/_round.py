@@ -28,20 +28,17 @@ class Round:
     def __init__(self) -> None:
         self._steps: list[StepResult] = []
         self._lowered: list[StepResult] = []  # steps of this batch that have lowered the scale, if they overflowed
-        self._counts: Counter[int] = Counter()  # how often each optimizer has stepped in this batch, by its index
+        self.counts: Counter[int] = Counter()
+        """How often each optimizer has stepped in this batch, by its index."""
 
     def add(self, step: StepResult) -> None:
         """Add a step."""
         self._steps.append(step)
-        self._counts[step.optimizer_idx] += 1
-
-    def has(self, optimizer_idx: int) -> bool:
-        """Return whether an optimizer has stepped."""
-        return optimizer_idx in self._counts
+        self.counts[step.optimizer_idx] += 1
 
     def is_over(self, num_optimizers: int) -> bool:
         """Return whether all optimizers have stepped, or one of them more than once."""
-        again = any(self._counts[step.optimizer_idx] > 1 for step in self._steps)
+        again = any(self.counts[step.optimizer_idx] > 1 for step in self._steps)
         return again or len(self._steps) >= num_optimizers > 0
 
     def lower(self, scaler: DynamicLossScaler) -> None:

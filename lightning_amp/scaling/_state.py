@@ -231,11 +231,11 @@ class GradientState:
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def wait(self, *, asks_for_loss: bool) -> bool:
-        """Wait for the device once, and read whether to skip the step and, on request, whether the loss was finite."""
+    def wait(self) -> bool:
+        """Wait for the device once, and read whether to skip the step, and whether the loss was finite."""
         found_inf, probe = self.found_inf, self.loss
         assert found_inf is not None
-        if not asks_for_loss or probe is None or _scalars.in_host_memory(probe):
+        if probe is None or _scalars.in_host_memory(probe):
             return Skip(found_inf).wait()
         both = (found_inf * 2 + nonfinite_flag(probe).to(found_inf)).item()  # two flags in one transfer
         self.bad_loss = Skip.YES if both % 2 else Skip.NO

@@ -216,7 +216,7 @@ class OptimizerSteps:
         if state.found_inf is None:
             return False
         self._agree(state)
-        return state.wait(asks_for_loss=False)
+        return state.wait()
 
     def unscale(self, state: GradientState) -> bool:
         """Unscale gradients, for clipping by norm too, whose norm shows what is not finite. Return `False` if true."""
@@ -385,7 +385,7 @@ class OptimizerSteps:
             if fused and not early and not plan.host_must_know:
                 _torch.set_found_inf(optimizer, state.found_inf)
                 return skip
-            return Skip.YES if state.wait(asks_for_loss=plan.asks_for_loss or self.log.wants_losses) else Skip.NO
+            return Skip.YES if state.wait() else Skip.NO
         return skip
 
     def _record(self, state: GradientState, skip: Skip) -> StepResult:
@@ -410,7 +410,7 @@ class OptimizerSteps:
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has stepped in this round, so that another round begins with its next step."""
-        again = self._round.has(self.state(optimizer).index)
+        again = self.state(optimizer).index in self._round.counts
         self._expects_more &= not again
         return again
 
