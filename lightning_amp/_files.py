@@ -25,13 +25,10 @@ _LOST_SLASH = re.compile(r"[\w+.-]{2,}:[/\\](?!/)")
 """Matches `s3:/bucket`, a folder on this machine that `pathlib.Path` makes of a URL."""
 
 
-def is_url(path: object) -> bool:
-    """Return whether a path is a URL, or an object whose `str` is a URL (`UPath`)."""
-    return split_protocol(str(path))[0] is not None
-
-
 def location(path: str | os.PathLike[str], name: str = "path") -> Path | str:
     """Return a path on this machine as a `Path`, and a URL as a string. `file://` is a path on this machine.
+
+    An object whose `str` is a URL (`UPath`) counts as one.
 
     Raises:
         ValueError: If the path is empty, if the URL lacks a slash, or if fsspec does not know the protocol. The message
@@ -42,7 +39,7 @@ def location(path: str | os.PathLike[str], name: str = "path") -> Path | str:
     text = str(path)
     rule = "a path, or a URL as a string (`pathlib.Path` drops a slash)"
     require(bool(text) and not _LOST_SLASH.match(text), name, rule, path)
-    if not is_url(text):
+    if split_protocol(text)[0] is None:
         return Path(path)
     try:
         stores = [get_filesystem_class(protocol) for protocol in text.partition("://")[0].split("::")]
@@ -91,7 +88,11 @@ def write_atomically(
             new = Path(folder) / "new"
             with new.open(**how) as file:
                 write(file)
-            _upload(new, target)
+            try:
+                store, key = url_to_fs(target)
+                store.put_file(str(new), key)  # `store.open` would keep half a file if its writer raises
+            except Exception as error:  # drivers raise their own exceptions: no credentials, no connection
+                raise OSError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     new = target.with_name(f".{target.name}.{secrets.token_hex(4)}{LEFTOVER}")
@@ -109,11 +110,3 @@ def write_json(path: str | os.PathLike[str], data: Any) -> None:
     """Write plain data, without NaN and infinities, as JSON. See :func:`write_atomically`."""
     text = json.dumps(data, indent=1, allow_nan=False)
     write_atomically(path, lambda file: file.write(f"{text}\n"))
-
-
-def _upload(file: Path, url: str) -> None:
-    try:
-        store, key = url_to_fs(url)
-        store.put_file(str(file), key)  # `store.open` would keep half a file if its writer raises
-    except Exception as error:  # drivers raise their own exceptions: no credentials, no connection
-        raise OSError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error

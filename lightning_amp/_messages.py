@@ -8,10 +8,11 @@ from lightning_amp._compat._names import rank_zero_info, rank_zero_warn
 from lightning_amp._terminal import own_lines
 
 
-def info(text: str) -> None:
-    """Log a line through Lightning's logger, on rank 0."""
+def info(*texts: str) -> None:
+    """Log each text as a line through Lightning's logger, on rank 0."""
     with own_lines():
-        rank_zero_info(text, stacklevel=5)
+        for text in texts:
+            rank_zero_info(text, stacklevel=5)
 
 
 def warn_on_this_rank(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -36,21 +37,24 @@ def evaluation_loader_idx(trainer: Any) -> int | None:
     return None if results is None else results.dataloader_idx
 
 
+def _epoch_values(trainer: Any) -> Iterator[tuple[Any, list[str]]]:
+    """Find the values that the current evaluation reduces over its epoch, with their names in `callback_metrics`."""
+    results: Any = trainer._results or {}
+    for item in results.values():
+        if item.meta.on_epoch:
+            yield item, results._forked_name(item, on_step=False)
+
+
 def evaluation_metrics(trainer: Any) -> dict[str, Tensor]:
     """Return the reduced values that the current evaluation has logged, by their names in `callback_metrics`.
 
     `callback_metrics` also holds what training logged and what earlier evaluations left. Remove when Lightning offers a
     result collection that a callback may read.
     """
-    results = trainer._results
-    if results is None:
-        return {}
     metrics: dict[str, Tensor] = {}
-    for item in results.values():
-        if item.has_reset or not item.meta.on_epoch or not isinstance(item._computed, Tensor):
-            continue
-        for name in results._forked_name(item, on_step=False):
-            metrics[name] = item._computed.detach()
+    for item, names in _epoch_values(trainer):
+        if not item.has_reset and isinstance(item._computed, Tensor):
+            metrics.update(dict.fromkeys(names, item._computed.detach()))
     return metrics
 
 
@@ -97,13 +101,11 @@ def metric_directions(trainer: Any) -> dict[str, Literal["min", "max"]]:
     """Return whether each torchmetrics metric of the current evaluation is better as `"min"` or `"max"`."""
     from torchmetrics import Metric
 
-    results, found = trainer._results, dict[str, Literal["min", "max"]]()
-    if results is None:
-        return found
-    for item in results.values():
+    found = dict[str, Literal["min", "max"]]()
+    for item, names in _epoch_values(trainer):
         higher = item.value.higher_is_better if isinstance(item.value, Metric) else None
-        if higher is not None and item.meta.on_epoch:
-            found.update(dict.fromkeys(results._forked_name(item, on_step=False), "max" if higher else "min"))
+        if higher is not None:
+            found.update(dict.fromkeys(names, "max" if higher else "min"))
     return found
 
 
@@ -139,13 +141,9 @@ def averages(trainer: Any) -> list[tuple[Any, Any]]:
     """
     from lightning_amp._compat._names import StochasticWeightAveraging
 
-    found: list[tuple[Any, Any]] = []
-    for callback in trainer.callbacks:
-        if is_weight_averaging(callback) or isinstance(callback, StochasticWeightAveraging):
-            average = callback._average_model
-            if average is not None:
-                found.append((callback, average.module if is_weight_averaging(callback) else average))
-    return found
+    callbacks = [c for c in trainer.callbacks if is_weight_averaging(c) or isinstance(c, StochasticWeightAveraging)]
+    pairs = [(callback, callback._average_model) for callback in callbacks if callback._average_model is not None]
+    return [(callback, average.module if is_weight_averaging(callback) else average) for callback, average in pairs]
 
 
 # Remove with `averages`.

@@ -106,9 +106,7 @@ if not TYPE_CHECKING:  # else a misspelt name would pass as one of these
         module, theirs = _PLACES[name]
         path = f"lightning.{module}"
         if kind() == "pytorch_lightning":
-            path = path.replace("lightning.pytorch", "pytorch_lightning").replace(
-                "lightning.fabric", "lightning_fabric"
-            )
+            path = module.replace("pytorch", "pytorch_lightning").replace("fabric", "lightning_fabric")
         value = globals()[name] = getattr(importlib.import_module(path), theirs)
         return value
 

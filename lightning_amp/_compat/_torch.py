@@ -242,13 +242,9 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
     Hooks with an attribute `only_looks` do not count. Remove when torch has a public check.
     """
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return True
-    for hooks in (_optimizer_module._global_optimizer_pre_hooks, _optimizer_module._global_optimizer_post_hooks):
-        for hook in hooks.values():
-            if not getattr(hook, "only_looks", False):
-                return True
-    return False
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    everywhere = (_optimizer_module._global_optimizer_pre_hooks, _optimizer_module._global_optimizer_post_hooks)
+    return any(not getattr(hook, "only_looks", False) for hooks in (*own, *everywhere) for hook in hooks.values())
 
 
 # --- torch: older versions -------------------------------------------------------------------------------------------

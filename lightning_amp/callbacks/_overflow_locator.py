@@ -266,7 +266,7 @@ class OverflowLocator(Observer):
     def _on_bad_loss(self, record: StepRecord) -> None:
         self._steps.append(record)
         if self._looking is not None:
-            self._looking.end_losses()  # one report of a bad loss is enough
+            self._looking.on_bad_loss = None  # one report of a bad loss is enough
 
     def _note_rate(self, step: int, optimizer: Optimizer) -> None:
         """Note the first step whose learning rate is not finite. A tensor on an accelerator is not waited for."""

@@ -222,16 +222,13 @@ class _Float8Forward(MethodOverride):
             and values.layout == torch.strided
             and not values.is_nested
             and values.numel() > 0
-            and (
-                torch.compiler.is_compiling()
-                # no active mode watches operations without support for fp8
-                or not (
-                    _modules.is_transformed_or_traced()
-                    or _modules.in_forward_mode()
-                    or torch.is_inference_mode_enabled()
-                )
-            )
+            and (torch.compiler.is_compiling() or not _is_watched())
         )
+
+
+def _is_watched() -> bool:
+    """Return whether an active mode watches operations without support for fp8."""
+    return _modules.is_transformed_or_traced() or _modules.in_forward_mode() or torch.is_inference_mode_enabled()
 
 
 def linears_in_fp8(root: nn.Module, names: Collection[str], recipe: Any, device_type: str, stage: Any) -> Overrides:

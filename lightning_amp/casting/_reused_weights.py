@@ -115,15 +115,11 @@ class _Layer(MethodOverride):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not torch.is_autocast_enabled("cpu"):
             return self.inner(*args, **kwargs)
+        in_backward = _torch.backward_number() != -1
         if not self.is_reused:
-            self.calls += _torch.backward_number() == -1
+            self.calls += not in_backward
             self.is_reused = self.calls > 1
-        if (
-            not self.is_reused
-            or _torch.backward_number() != -1
-            or _modules.is_transformed_or_traced()
-            or _modules.is_replayed()
-        ):
+        if not self.is_reused or in_backward or _modules.is_transformed_or_traced() or _modules.is_replayed():
             return self.inner(*args, **kwargs)
         originals = [(place, _modules.own_parameters(place)) for place in self._places]
         try:
@@ -138,11 +134,9 @@ class _Layer(MethodOverride):
     def _half(self, parameter: Any) -> Any:
         """Return the shared copy, with a graph node of its own for this use; the parameter if it cannot be shared."""
         dtype = torch.get_autocast_dtype("cpu")
-        if not (
-            type(parameter) is nn.Parameter  # not a DTensor, not quantized, not placed there by `functional_call`
-            and parameter.dtype is torch.float32
-            and parameter.device.type == "cpu"
-        ):
+        if type(parameter) is not nn.Parameter:  # a DTensor, quantized, or placed there by `functional_call`
+            return parameter
+        if parameter.dtype is not torch.float32 or parameter.device.type != "cpu":
             return parameter
         copy = self._copies.get((id(parameter), dtype))
         if copy is None or not _torch.is_unwritten(parameter, copy.place):

@@ -13,7 +13,7 @@ backwards and steps, and the undos at its end. `_forward.py` makes the contexts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, partialmethod
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_amp import _messages
 from lightning_amp._arguments import require_bool
 from lightning_amp._compat import _names
 from lightning_amp._compat._names import GradClipAlgorithmType, LightningModule, MixedPrecision, Precision, TrainerFn
@@ -30,9 +31,9 @@ from lightning_amp._compat._torch import unwrap_optimizer
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.casting import Choice, autocast_off
 from lightning_amp.precision import _clipping, _refusals, _upcast_parameters
-from lightning_amp.precision._first_line import first_line, precision_on, resumed, say
+from lightning_amp.precision._first_line import first_line, precision_on, resumed
 from lightning_amp.precision._forward import autocast
-from lightning_amp.precision._run import REPLACEABLE, Run
+from lightning_amp.precision._run import Run
 from lightning_amp.precision._settings import PluginArguments
 from lightning_amp.scaling import DerivativeScale, OptimizerSteps, RecordLog, Saved, StepCounts, load_state
 
@@ -140,11 +141,6 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
         """Return the dtype of autocast, `torch.bfloat16` for `"fp8"` too, `torch.float32` for `"fp32"`."""
         return self._settled().dtype
 
-    @property
-    def fp8_layers(self) -> Mapping[str, str | None]:
-        """Map the name of each `nn.Linear` to `None` if it ran in fp8 in the last fit, else to the reason."""
-        return dict(self._fp8_layers)
-
     def flush(self) -> None:
         """Complete the steps since the last batch, wait for the device, and hand all records to the subscribers."""
         if self._steps is not None:
@@ -171,16 +167,18 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
             self._begin_log(self._last_trainer.goes_on(trainer), training.name)
             if self.upcast_parameters:  # before `fp32_modules`, because these refuse half-precision parameters
                 _upcast_parameters.upcast(module)
-        own = [name for name in REPLACEABLE if not _clipping.is_default(self, name, AmpPrecision)]
-        self._run = run = Run(self, module, training, evaluation, own)
+        own_norm = not _clipping.is_default(self, "clip_grad_by_norm", AmpPrecision)
+        self._run = run = Run(self, module, training, evaluation, own_norm)
         run.check()
         if run.fp8 is not None:
             self._fp8_layers = run.fp8.layers
         if fitting:
             fp8, resumes = [] if run.fp8 is None else run.fp8.summaries, trainer.ckpt_path is not None
-            say([first_line(self, [run.forward], why, fp8, resumes=resumes, num_buffers=len(run.named_buffers))])
+            _messages.info(
+                first_line(self, [run.forward], why, fp8, resumes=resumes, num_buffers=len(run.named_buffers))
+            )
         elif why:
-            say([f"lightning_amp: {precision_on(training, self.device, why)}."])
+            _messages.info(f"lightning_amp: {precision_on(training, self.device, why)}.")
         return module
 
     def _begin_log(self, goes_on: bool, precision: str) -> None:
@@ -254,8 +252,7 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
         runs again, the scale stays.
         """
         with autocast_off(self.device):
-            scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
-            return self._derivatives.grad(scaler, outputs, inputs, **kwargs)
+            return self._derivatives.grad(self.scaler, outputs, inputs, **kwargs)
 
     # -- backward and step ---------------------------------------------------------------------------------------------
 
@@ -279,11 +276,8 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        run = self._run
-        if run is None or run.steps is None or run.fold_plan.current().somebody_sees_backward:
-            with autocast_off(self.device):
-                super().post_backward(tensor, module)
-        return tensor.detach()
+        with autocast_off(self.device):
+            return super().post_backward(tensor, module)
 
     def unscale_(self, optimizer: Any) -> None:
         """Unscale the gradients of `optimizer`, for a manual training loop that reads or clips them itself.
@@ -306,10 +300,8 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
         run, steps = self._run, self._steps
         with autocast_off(self.device):
             if run is None or steps is None:  # gradients are not scaled and steps not counted
-                output = Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
-            else:
-                output = run.step(steps, unwrap_optimizer(optimizer), closure, kwargs)
-        return output
+                return Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
+            return run.step(steps, unwrap_optimizer(optimizer), closure, kwargs)
 
     @override
     def clip_gradients(
@@ -344,11 +336,7 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
             self._run.protection.settle()
         self.flush()
         derivatives = self._derivatives.state()
-        return {
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            **self.records.state(),
-            **({} if derivatives is None else {_DERIVATIVES: derivatives}),
-        }
+        return self._state() | ({} if derivatives is None else {_DERIVATIVES: derivatives})
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -360,8 +348,8 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
         saved = Saved(state_dict, name if path is None else f"{path}: {name}")
         if _DERIVATIVES in saved:  # loaded first, because it may be refused
             self._derivatives.load(saved, _DERIVATIVES)
-        say(load_state(saved, self.scaler, self.records))
-        say(resumed(state_dict, self._settled().name, self.scaler))
+        _messages.info(*load_state(saved, self.scaler, self.records))
+        _messages.info(*resumed(state_dict, self._settled().name, self.scaler))
         if self._steps is not None:
             self._steps.begin_anew()
 

@@ -35,17 +35,18 @@ _FLOATS = re.compile(r"\b(?:float|double)", re.IGNORECASE)
 _MARK = "lightning_amp: raised in"
 
 
-def note(error: BaseException, choice: Choice, modules: Sequence[nn.Module], step: str) -> None:
+def note(error: BaseException | None, choice: Choice, modules: Sequence[nn.Module], step: str) -> None:
     """Add a note to an error about dtypes, if autocast or a float64 batch has a part in it; its type and text stay.
 
     The dtypes that the error names decide, not the operation. There is no note if the operation wants booleans or
     integers, which `.float()` does not give. On Python 3.10, which has no notes, it is a line in the log. The note
     names `step` if no submodule's forward was running.
     """
-    message = str(error)
-    noted = any(_MARK in text for text in getattr(error, "__notes__", ()))
-    if noted or not isinstance(error, (RuntimeError, TypeError, ValueError)):
+    if not isinstance(error, (RuntimeError, TypeError, ValueError)):
         return
+    if any(_MARK in text for text in getattr(error, "__notes__", ())):
+        return
+    message = str(error)
     received = _SUPPORTED.sub("", message)
     is_double = "double" in received.lower()
     is_half = choice.mixed and bool(_HALF[choice.dtype].search(received) or _UNNAMED.search(message))

@@ -6,7 +6,7 @@ forwards; `ScaledSteps` runs backwards and steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import final, override
 
+from lightning_amp import _messages
 from lightning_amp._compat import _modules, _names
 from lightning_amp._compat._names import FabricPrecision as Precision
 from lightning_amp._containers import replace
 from lightning_amp.casting import modules_matching
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.precision import _error_notes, _refusals
-from lightning_amp.precision._first_line import first_line, resumed, say
+from lightning_amp.precision._first_line import first_line, resumed
 from lightning_amp.precision._forward import Context, ForwardContexts, Together, autocast
 from lightning_amp.precision._fp8 import Fp8
 from lightning_amp.precision._settings import PluginArguments
@@ -112,7 +113,6 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
         self._choice, scaler = self._settings.first()
         self._new: list[nn.Module] = []  # were set up since the last forward
         self._forwards: list[ForwardContexts] = []  # of the modules before
-        self._root_device: torch.device | None = None  # from the first forward on
         self._fp8_layers: dict[str, str | None] = {}
         self._loaded: dict[str, Any] | None = None  # a checkpoint for "auto", from before the first forward
         self._why: str | None = None  # the reason of "auto" until the first line is logged
@@ -132,11 +132,6 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
         _names.require_kind_of_caller(self)
         other = _refusals.as_written("AmpPrecision", self)
         return f"{self!r} (it is for `L.Fabric`; for a Trainer use `lightning_amp.{other}`)"
-
-    @property
-    def fp8_layers(self) -> Mapping[str, str | None]:
-        """Map the name of each `nn.Linear` to `None` if it runs in fp8, else to the reason."""
-        return dict(self._fp8_layers)
 
     @override
     def unscale_(self, optimizer: Any) -> None:
@@ -163,9 +158,9 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
         self.started().expect(p for m in self._new for p in m.parameters())
         self._new = []
         if self._why is None:
-            say(f"lightning_amp: {summary}." for summary in fp8)
+            _messages.info(*(f"lightning_amp: {summary}." for summary in fp8))
         else:
-            say([first_line(self, self._forwards, self._why, fp8)])
+            _messages.info(first_line(self, self._forwards, self._why, fp8))
             self._why = None
 
     def _settle(self) -> None:
@@ -174,7 +169,6 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
         device = next((t.device for t in tensors), torch.device(self.device))
         choice, _, self._why = self._settings.choose(device, self.process_group)
         self.device, self._choice = device.type, choice
-        self._reduces_on = device
         self.go_on_in(choice.name, self._settings.scaler(choice, device.type))
         if self._loaded is not None:
             self._load_and_say(self._loaded)
@@ -239,12 +233,9 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
         for forward in self._forwards:
             forward.evaluating = not forward.module.training
         around = [context for forward in self._forwards for context in forward.around(in_backward=not inside)]
-        end = partial(self._annotate, name)
+        modules = [forward.module for forward in self._forwards]
+        end = partial(_error_notes.note, choice=self._settled(), modules=modules, step=name)
         return Together([_modules.compiled_backward_without_autocast(), *around, *inside], end)
-
-    def _annotate(self, name: str, error: BaseException | None) -> None:
-        if error is not None:
-            _error_notes.note(error, self._settled(), [forward.module for forward in self._forwards], name)
 
     # -- backward and step ---------------------------------------------------------------------------------------------
 
@@ -289,8 +280,8 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
             self._load_and_say(state_dict)
 
     def _load_and_say(self, state_dict: dict[str, Any]) -> None:
-        say(self.load(state_dict, type(self).__name__))
-        say(resumed(state_dict, self._settled().name, self.scaler))
+        _messages.info(*self.load(state_dict, type(self).__name__))
+        _messages.info(*resumed(state_dict, self._settled().name, self.scaler))
 
     @override
     def teardown(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_amp import _messages
 from lightning_amp._text import counted, exact
 from lightning_amp.casting import Choice, cpu_has
 from lightning_amp.precision._forward import ForwardContexts
@@ -69,9 +68,3 @@ def resumed(state: Mapping[str, Any], precision: str, scaler: DynamicLossScaler 
         unless = "" if saved and "scale" in saved else ", since the checkpoint has none"
         words.append(f"the loss scale is {exact(scaler.get_scale())}{unless}")
     return [f"lightning_amp: resumed: {'; '.join(words)}."] if words else []
-
-
-def say(sentences: Iterable[str]) -> None:
-    """Log each sentence."""
-    for sentence in sentences:
-        _messages.info(sentence)

@@ -50,15 +50,12 @@ class Together:
 
     def __init__(self, contexts: Sequence[Context], end: Callable[[BaseException | None], None]) -> None:
         self._contexts, self._end = contexts, end
-        self.entered = False
 
     def __enter__(self) -> None:
-        self.entered = True
         for context in self._contexts:
             context.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self.entered = False
         for context in reversed(self._contexts):
             context.__exit__(kind, error, traceback)
         self._end(error)
@@ -77,7 +74,6 @@ class ForwardContexts:
         evaluation: Precision of validation, test and prediction.
         rules: Rules for modules that compute in fp32. A rule that matches nothing raises a `ValueError`.
         autocast: Makes the plugin's forward context.
-        autocast_stays: Whether that context is the same in each step, so that one can be reused.
 
     """
 
@@ -89,17 +85,15 @@ class ForwardContexts:
         evaluation: Choice,
         rules: Sequence[Rule],
         autocast: Callable[[], Context],
-        autocast_stays: bool = True,
     ) -> None:
         self.module, self.device_type = module, device_type
         self.training, self.evaluation = training, evaluation
-        self.autocast, self._autocast_stays = autocast, autocast_stays
+        self.autocast = autocast
         self.evaluating = False
         mixed = training.mixed or evaluation.mixed
         self.fp32_modules = Fp32Modules(module, rules, device_type, active=mixed)
         self._reused_weights = ReusedWeights(module, device_type) if mixed else _NOTHING
         self._run: Any = None  # once it has trained
-        self._training_step: Together | None = None  # made once, which is noticeable in a step of a tiny model
         self.fp8_layers: Context = _NOTHING  # entered in training steps and backwards
         self._metrics = metrics_in_fp32(module, device_type)
         self._step: str | None = None  # the kind of the step that ran last
@@ -141,8 +135,7 @@ class ForwardContexts:
 
     def annotate(self, step: str, error: BaseException | None) -> None:
         """Add a note to an error about dtypes: where it was raised, and what to do."""
-        if error is not None:
-            _error_notes.note(error, self.choice, [self.module], step)
+        _error_notes.note(error, self.choice, [self.module], step)
 
     # -- steps of a Trainer --------------------------------------------------------------------------------------------
 
@@ -154,18 +147,12 @@ class ForwardContexts:
         run.begin_training_step()
         self._begin("training_step", self.autocast)
         self._run = run
-        step = self._training_step
-        if step is None or step.entered or self.evaluating or not self._autocast_stays:
-            step = Together([*self.around(), self.autocast()], self._end_training_step)
-            if not self.evaluating:
-                self._training_step = step
-        return step
+        return Together([*self.around(), self.autocast()], self._end_training_step)
 
     def _end_training_step(self, error: BaseException | None) -> None:
-        if error is not None:
-            self.annotate("`training_step`", error)
-        else:
-            self._run.end_training_step()
+        self.annotate("`training_step`", error)
+        if error is None:
+            self._run.end_batch()
 
     def backward(self) -> Context:
         """Return the context of a backward."""
@@ -181,25 +168,19 @@ class ForwardContexts:
 
         """
         before, self.evaluating = self.evaluating, True
+        mixed, is_own = self.evaluation.mixed, module is self.module
         try:
-            contexts = self._around_evaluation(module, step)
+            if mixed and is_own and step is not None:
+                self._begin(step, partial(self.evaluation_step, module))
+            metrics = self._metrics if is_own or not mixed else metrics_in_fp32(module, self.device_type)
+            outputs = _NOTHING if step is None else Overrides([Fp32Outputs(module, step)])
+            # users export models in hooks, and an export needs the module's own `forward`
+            weights = self._reused_weights if is_own and step is not None else _NOTHING
+            contexts = [*([metrics, outputs] if mixed else []), weights, self.autocast()]
             with Together(contexts, partial(self.annotate, f"`{step}`" if step else "a hook")):
                 yield
         finally:
             self.evaluating = before
-
-    def _around_evaluation(self, module: nn.Module, step: str | None) -> list[Context]:
-        contexts: list[Context] = []
-        is_own = module is self.module
-        if self.evaluation.mixed:
-            if is_own and step is not None:
-                self._begin(step, partial(self.evaluation_step, module))
-            contexts.append(self._metrics if is_own else metrics_in_fp32(module, self.device_type))
-        if self.evaluation.mixed and step is not None:
-            contexts.append(Overrides([Fp32Outputs(module, step)]))
-        if is_own and step is not None:  # users export models in hooks, and an export needs the module's own `forward`
-            contexts.append(self._reused_weights)
-        return [*contexts, self.autocast()]
 
     def _begin(self, step: str, context: Callable[[], Context]) -> None:
         """Prepare for the first step of an epoch, or for the first one after steps of another kind."""
@@ -207,7 +188,6 @@ class ForwardContexts:
             return
         self._step = step
         self._metrics = metrics_in_fp32(self.module, self.device_type)
-        self._training_step = None  # made anew, with these metrics
         name = _EPOCH_ENDS[step]
         hook = self._epoch_ends.get(name)
         if is_overridden(name, self.module, LightningModule) and (hook is None or not hook.installed):

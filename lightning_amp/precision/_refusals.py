@@ -144,18 +144,15 @@ def require_trainer(plugin: Any, module: Any) -> None:
     Fabric accepts any precision plugin, but its loops do not let a plugin control the step.
     """
     require_kind(module, type(plugin).__name__)
-    if not isinstance(module, LightningModule) or module.fabric is not None or not _has_trainer(module):
+    try:
+        fine = isinstance(module, LightningModule) and module.fabric is None and isinstance(module.trainer, Trainer)
+    except RuntimeError:  # Lightning's own error, if the module has no Trainer
+        fine = False
+    if not fine:
         raise TypeError(
             f"`{plugin!r}` is a plugin for `L.Trainer`, which owns the optimizer step. In Fabric, where you write the"
             f" step, use `L.Fabric(plugins=[lightning_amp.{as_written('FabricAmpPrecision', plugin)}])`."
         )
-
-
-def _has_trainer(module: LightningModule) -> bool:
-    try:
-        return isinstance(module.trainer, Trainer)
-    except RuntimeError:  # Lightning's own error, if the module has no Trainer
-        return False
 
 
 def as_written(name: str, plugin: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,15 +18,11 @@ from lightning_amp._compat._names import BaseFinetuning, LightningModule, Traine
 from lightning_amp._text import counted
 from lightning_amp.casting import Choice
 from lightning_amp.numerics import all_finite
-from lightning_amp.precision import _refusals
-from lightning_amp.precision._clipping import FoldPlan
+from lightning_amp.precision import _clipping, _refusals
 from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._fp8 import Fp8
 from lightning_amp.scaling import Calls, HalfGradientsError, OptimizerSteps, RecordLog, StepPlan, max_over_ranks
 from lightning_amp.skipped_steps import BufferPlace, SkipProtection, matching_places
-
-REPLACEABLE = ("forward_context", "autocast_context_manager", "clip_grad_by_norm")
-"""Methods of the plugin. A run needs to know which of them were replaced, by a subclass or on the instance."""
 
 _CALLS = Calls(
     "the precision plugin",
@@ -47,7 +43,7 @@ class Run:
         module: The user's.
         training: Precision of training steps.
         evaluation: Precision of validation, test and prediction.
-        replaced: The methods in `REPLACEABLE` that a subclass or the user has replaced.
+        own_norm: Whether a subclass of the plugin clips by norm in its own way.
 
     Attributes:
         fitting: Whether something is trained.
@@ -57,7 +53,7 @@ class Run:
     """
 
     def __init__(
-        self, plugin: Any, module: LightningModule, training: Choice, evaluation: Choice, replaced: Collection[str]
+        self, plugin: Any, module: LightningModule, training: Choice, evaluation: Choice, own_norm: bool
     ) -> None:
         self.module = module
         self.device = module.trainer.strategy.root_device
@@ -65,13 +61,12 @@ class Run:
         self.steps: OptimizerSteps | None = None
         self.fp8: Fp8 | None = None
         self.named_buffers: list[BufferPlace] = []
-        self._plugin, self._replaced = plugin, replaced
+        self._plugin, self._own_norm = plugin, own_norm
         self._automatic = module.automatic_optimization
         self._checked: Tensor | None = None  # a loss whose backward is checked for anomalies
         self._undo = contextlib.ExitStack()
-        stays = not {"forward_context", "autocast_context_manager"}.intersection(replaced)
         self.forward = ForwardContexts(
-            module, plugin.device, training, evaluation, plugin.fp32_modules, plugin.forward_context, stays
+            module, plugin.device, training, evaluation, plugin.fp32_modules, plugin.forward_context
         )
         self._undo.callback(self.forward.detach)
 
@@ -108,7 +103,6 @@ class Run:
         self._undo.callback(self.steps.close)
         self.protection = SkipProtection(self.module, self.named_buffers, on=self.steps.skips)
         self._undo.callback(self.protection.detach)
-        self.fold_plan = FoldPlan(self.module, "clip_grad_by_norm" in self._replaced)
         # the first step shows whether parameters become half precision
         self._may_turn_half = self.forward.training.mixed
         self._undo.enter_context(_modules.compiled_backward_without_autocast())
@@ -117,13 +111,12 @@ class Run:
 
     def begin_training_step(self) -> None:
         """Prepare for a training step; in manual optimization, end the batch in which hooks have stepped since."""
+        self.end_batch()
         if self.steps is not None:
-            if not self._automatic:
-                self.steps.end_round()
             self.protection.enter_step()
 
-    def end_training_step(self) -> None:
-        """End a training step; in automatic optimization its optimizer step is still to come."""
+    def end_batch(self) -> None:
+        """End the round of a batch in manual optimization; in automatic optimization the optimizer step ends it."""
         if self.steps is not None and not self._automatic:
             self.steps.end_round()
 
@@ -131,8 +124,7 @@ class Run:
 
     def scale(self, steps: OptimizerSteps, loss: Tensor) -> Tensor:
         """Show the true loss to hooks, bring all gradients that are still there to its scale, and return it scaled."""
-        if self.fold_plan.current().somebody_sees_backward:
-            _lightning.run_hook(self.module, "on_before_backward", loss)
+        _lightning.run_hook(self.module, "on_before_backward", loss)
         self.protection.note_backward()
         scaled = steps.scale_loss(loss)
         if steps.scaler is not None and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
@@ -176,9 +168,9 @@ class Run:
         """
         compute = partial(self._compute, closure, optimizer)
         update = partial(self._before_update, steps, optimizer)
-        fold, max_norm = self.fold_plan.current().fold()
+        fold, max_norm = _clipping.fold_plan(self.module, self._own_norm)
         host_must_know, in_closure = self.protection.host_must_know(optimizer), closure is not do_nothing_closure
-        plan = StepPlan(fold, max_norm, host_must_know, self.protection.asks_for_loss, in_closure)
+        plan = StepPlan(fold, max_norm, host_must_know, in_closure)
         try:
             output, result = steps.step(optimizer, compute, update, plan, **kwargs)
         except HalfGradientsError as error:
@@ -203,14 +195,14 @@ class Run:
 
     def _before_update(self, steps: OptimizerSteps, optimizer: Optimizer) -> None:
         """Show the true gradients to all hooks, and clip them."""
-        plan = self.fold_plan.current()
-        if plan.somebody_looks:
+        own_clipping = _clipping.clips_itself(self.module)
+        if _clipping.somebody_looks(self.module):
             _lightning.run_hook(self.module, "on_before_optimizer_step", optimizer)
             steps.check_again(optimizer)
-        if plan.own_clipping:
+        if own_clipping:
             steps.state(optimizer).keep_found(infinities_only=True)
         _lightning.run_clipping(self._plugin, self.module, optimizer)
-        if plan.own_clipping:
+        if own_clipping:
             steps.check_again(optimizer)
 
     # -- the end -------------------------------------------------------------------------------------------------------

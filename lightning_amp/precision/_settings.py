@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -77,9 +78,7 @@ class Settings:
             training = picked
         else:
             training, why = Choice.of(self.requested), ""
-            if training.name != "fp8":
-                training.require(device)
-            elif fitting:
+            if training.name != "fp8" or fitting:
                 training.require(device, emulated=emulates(self.fp8_recipe))
         if self.eval_requested is None:
             return training, Choice.of("bf16") if training.name == "fp8" else training, why
@@ -109,6 +108,7 @@ class PluginArguments:
 
     scaler: DynamicLossScaler | None
     _choice: Choice | None
+    _fp8_layers: dict[str, str | None]
 
     def _take(
         self, precision: Any, eval_precision: Any, scaler: Any, rules: Any, skip: Any, buffers: Any, recipe: Any
@@ -135,6 +135,11 @@ class PluginArguments:
     def state_key(self) -> str:
         """Say where a plugin belongs: the Trainer reads this attribute of its `callbacks` only."""
         raise AttributeError(f"`{self!r}` is a plugin, not a callback: write `plugins=[{self!r}]`.")
+
+    @property
+    def fp8_layers(self) -> Mapping[str, str | None]:
+        """Map the name of each `nn.Linear` to `None` if it runs in fp8, or ran in the last fit, else to the reason."""
+        return dict(self._fp8_layers)
 
     @property
     def precision(self) -> Canonical:

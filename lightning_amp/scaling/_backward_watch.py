@@ -17,26 +17,48 @@ from typing_extensions import final
 from lightning_amp._compat import _torch
 from lightning_amp.scaling._gradients import has_gradients, parameters
 
+THREAD = threading.local()
+"""Its `in_step` is true while a step of any :class:`OptimizerSteps` runs outside of its closure in this thread."""
+
+_WATCHES: list[BackwardWatch] = []
+
 
 @final
 class BackwardWatch:
-    """Hooks that note whether a parameter got its latest gradient from a scaled backward or from a plain one.
+    """Hooks that note where gradients come from, and that refuse a step past `steps` on scaled ones.
 
-    They watch the first parameter of each known optimizer, and `others`, for which there may be optimizers that nobody
-    passed on. A gradient that the user assigns (`p.grad = ...`) counts as a true one.
+    They note whether a parameter got its latest gradient from a scaled backward or from a plain one. They watch the
+    first parameter of each known optimizer, and others, for which there may be optimizers that nobody passed on. A
+    gradient that the user assigns (`p.grad = ...`) counts as a true one. `scaler.scale(loss).backward()` during a run
+    is answered here too.
 
-    Cost: one Python call per watched parameter and backward.
+    Torch's public registry of step hooks calls it before and after each step of any optimizer. A step past `steps`
+    would move weights by the gradients times the scale. The check after a step is needed because its closure may have
+    run a scaled backward. Steps on gradients that are not scaled pass.
+
+    Cost: one Python call per watched parameter and backward, and two per optimizer step. Without loss scaling, it is
+    not installed.
     """
 
-    def __init__(self) -> None:
+    only_looks = True  # a step without other hooks may still be decided on the device
+
+    def __init__(self, steps: Any) -> None:
+        # Nothing tells when a loop of the user's own ends, so the next watch removes the hooks of loops that are gone.
+        # A finalizer cannot: torch may be iterating over the hooks when the garbage collector runs.
+        for watch in [watch for watch in _WATCHES if watch._steps() is None]:
+            watch.close()
+        self._steps = weakref.ref(steps)
+        self._by_hand = False  # whether a backward runs whose loss the user has scaled
         self.in_scaled_backward = False  # whether a scaled backward runs now
         self.count = 0  # of the scaled backwards so far
         self._latest: dict[int, int] = {}  # the number of the latest scaled backward, by parameter
         self._scaled: dict[int, weakref.ref[Any]] = {}  # the gradient that a scaled backward left, by parameter
         self._plain: set[int] = set()  # parameters whose latest backward was not scaled
-        self.handles: dict[int, Any] = {}
+        self._handles: dict[int, Any] = {}
         self._first: dict[int, Any] = {}  # the watched parameters of the optimizers
         self._before: list[Any] = []  # their gradients when a scaled backward began
+        self._on_steps = [register_optimizer_step_pre_hook(self), register_optimizer_step_post_hook(self)]
+        _WATCHES.append(self)
 
     def __enter__(self) -> None:
         """Begin the backward of a loss that carries the loss scale."""
@@ -53,16 +75,16 @@ class BackwardWatch:
     def watch(self, params: Iterable[Any]) -> None:
         """Watch parameters; a lazy one takes no hook before its first forward."""
         for p in params:
-            if p.requires_grad and p.is_leaf and id(p) not in self.handles and not is_lazy(p):
-                self.handles[id(p)] = p.register_post_accumulate_grad_hook(self._note)
+            if p.requires_grad and p.is_leaf and id(p) not in self._handles and not is_lazy(p):
+                self._handles[id(p)] = p.register_post_accumulate_grad_hook(self._note)
 
     def watch_first(self, optimizer: Optimizer) -> Any:
         """Watch one parameter of an optimizer, instead of all, and return it."""
         mine = [p for p in parameters(optimizer) if p.requires_grad]
         first = next((p for p in mine if p.grad is not None), mine[0] if mine else None)
         for p in mine:
-            if p is not first and id(p) in self.handles:
-                self.handles.pop(id(p)).remove()
+            if p is not first and id(p) in self._handles:
+                self._handles.pop(id(p)).remove()
                 self._plain.discard(id(p))
         if first is not None:
             self.watch([first])
@@ -83,7 +105,7 @@ class BackwardWatch:
 
     def origin_of(self, p: Any) -> Literal["scaled", "plain", "unknown"]:
         """Return where the gradient of a parameter comes from; unknown without a gradient, or if it is not watched."""
-        if p is None or p.grad is None or id(p) not in self.handles:
+        if p is None or p.grad is None or id(p) not in self._handles:
             return "unknown"
         return "scaled" if id(p) in self._scaled and self._scaled[id(p)]() is p.grad else "plain"
 
@@ -104,87 +126,53 @@ class BackwardWatch:
         """Return whether a backward without the loss scale has added to the gradients of an optimizer."""
         return any(p.grad is not None and id(p) in self._plain for p in parameters(optimizer))
 
+    # -- backward by hand ----------------------------------------------------------------------------------------------
 
-@final
-class ByHand:
-    """Answers `scaler.scale(loss).backward()` during a run, for its :class:`OptimizerSteps`."""
-
-    def __init__(self, steps: Any, watch: BackwardWatch) -> None:
-        self._steps: Any = weakref.proxy(steps)
-        self._watch = watch
-        self._runs = False  # whether a backward runs whose loss the user has scaled
-
-    def scale(self, outputs: Any) -> Any:
-        """Multiply losses whose backward the user runs."""
-        if not isinstance(outputs, Tensor):
-            many = [self.scale(output) for output in outputs]
-            return tuple(many) if isinstance(outputs, tuple) else many
-        self._runs = self._watch.in_scaled_backward = False  # after an error inside a backward
-        self._steps.begin_backward()
-        scaler = self._steps.scaler
-        scaled = scaler.multiply(outputs)
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply a loss whose backward the user runs."""
+        self._by_hand = self.in_scaled_backward = False  # after an error inside a backward
+        steps: Any = self._steps()
+        steps.begin_backward()
+        scaler = steps.scaler
+        scaled = scaler.multiply(loss)
         if scaled.requires_grad:
-            scaled.register_hook(partial(self._begin, outputs.detach(), scaler.scale_tensor))
+            scaled.register_hook(partial(self._begin, loss.detach(), scaler.scale_tensor))
         return scaled
 
     def _begin(self, loss: Tensor, scale: Tensor, gradient: Tensor) -> None:
         """Bring gradients to the scale of the backward that has reached a scaled loss."""
-        if self._watch.in_scaled_backward and not self._runs:
+        steps: Any = self._steps()
+        if self.in_scaled_backward and not self._by_hand:
             raise RuntimeError(
                 "The loss was multiplied by the loss scale twice: by `scaler.scale(loss)`, and by the plugin. Call"
-                f" `{self._steps.calls.backward}` without `scaler.scale`."
+                f" `{steps.calls.backward}` without `scaler.scale`."
             )
-        if not self._runs:  # otherwise the same backward has begun with another loss
-            self._runs = True
-            self._watch.__enter__()
+        if not self._by_hand:  # otherwise the same backward has begun with another loss
+            self._by_hand = True
+            self.__enter__()
             _torch.call_after_backward(self._end)
-            self._steps.carry(scale)
-        self._steps.add_loss(loss)
+            steps.carry(scale)
+        steps.add_loss(loss)
 
     def _end(self) -> None:
-        self._runs = False
-        self._watch.__exit__()
-        for state in self._steps.states.values():
+        steps: Any = self._steps()
+        self._by_hand = False
+        self.__exit__()
+        for state in steps.states.values():
             if not has_gradients(state.optimizer):  # it was a `torch.autograd.grad`
                 state.release()
 
-
-THREAD = threading.local()
-"""Its `in_step` is true while a step of any :class:`OptimizerSteps` runs outside of its closure in this thread."""
-
-_GUARDS: list[StepGuard] = []
-
-
-@final
-class StepGuard:
-    """Refuses a step past `steps`, which would move weights by the gradients times the scale.
-
-    It is called before and after each step of any optimizer, by torch's public registry of step hooks. The check after
-    a step is needed because its closure may have run a scaled backward. Steps on gradients that are not scaled pass.
-
-    Cost: two calls per optimizer step. Without loss scaling, it is not installed.
-    """
-
-    only_looks = True  # a step without other hooks may still be decided on the device
-
-    def __init__(self, steps: Any, watch: BackwardWatch) -> None:
-        # Nothing tells when a loop of the user's own ends, so the next guard removes the hooks of loops that are gone.
-        # A finalizer cannot: torch may be iterating over the hooks when the garbage collector runs.
-        for guard in [guard for guard in _GUARDS if guard._steps() is None]:
-            guard.close()
-        self._steps, self._watch = weakref.ref(steps), watch
-        self._handles = [register_optimizer_step_pre_hook(self), register_optimizer_step_post_hook(self)]
-        _GUARDS.append(self)
+    # -- steps past the owner ------------------------------------------------------------------------------------------
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Check a step."""
-        steps, watch = self._steps(), self._watch
+        steps = self._steps()
         if steps is None or getattr(THREAD, "in_step", False) or _torch.is_wrapper(optimizer):
             return  # the step of a wrapper calls another one
         state = steps.states.get(id(optimizer))
-        inside = watch.in_scaled_backward and _torch.backward_number() != -1  # not in another thread
+        inside = self.in_scaled_backward and _torch.backward_number() != -1  # not in another thread
         if state is None:
-            refused = inside or watch.origin(optimizer) == "scaled"
+            refused = inside or self.origin(optimizer) == "scaled"
         else:
             refused = state.is_scaled or (state.found_inf is not None and not state.folded)
         if not refused or not has_gradients(optimizer):
@@ -200,7 +188,7 @@ class StepGuard:
 
     def close(self) -> None:
         """Remove all hooks."""
-        for handle in (*self._handles, *self._watch.handles.values()):
+        for handle in (*self._on_steps, *self._handles.values()):
             handle.remove()
-        if self in _GUARDS:
-            _GUARDS.remove(self)
+        if self in _WATCHES:
+            _WATCHES.remove(self)

@@ -52,11 +52,11 @@ class DerivativeScale:
     ) -> tuple[Tensor | None, ...]:
         """Do what `torch.autograd.grad` does, and return half-precision gradients in float32. Does not wait.
 
-        `scaler` is the scaler of the loss that contains the derivatives; `None` scales nothing. With `learn`, this call
-        may change the scale for the next call.
+        `scaler` is the scaler of the loss that contains the derivatives; `None` or a disabled one scales nothing. With
+        `learn`, this call may change the scale for the next call.
         """
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        if scaler is None:
+        if scaler is None or not scaler.is_enabled():
             return torch.autograd.grad(outputs, inputs, **kwargs)
         device = outputs[0].device
         scale = constant(FIRST_SCALE, device) if self._current is None else self._current.to(device)

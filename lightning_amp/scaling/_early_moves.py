@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 from torch.optim import Optimizer
 
-from lightning_amp._compat import _modules
 from lightning_amp.scaling._gradients import parameters
 
 
@@ -40,12 +39,6 @@ def calls_closure_late(optimizer: Optimizer) -> bool:
         if len(uses) > 1 or any(node.lineno < first for node in (*loops, *edits)):
             return True
     return isinstance(optimizer, torch.optim.LBFGS)
-
-
-def num_edits(optimizer: Optimizer) -> int:
-    """Return a number that grows when parameters of an optimizer that is not torch's change in place."""
-    is_torchs = type(optimizer).__module__.startswith("torch.optim")
-    return 0 if is_torchs else sum(map(_modules.version, parameters(optimizer)))
 
 
 def snapshot(optimizer: Optimizer) -> Callable[[], None]:

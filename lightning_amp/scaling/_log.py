@@ -13,6 +13,7 @@ from typing_extensions import final
 
 from lightning_amp._text import exact
 from lightning_amp.findings import StepPrecision, StepReason, StepRecord
+from lightning_amp.numerics import nonfinite
 from lightning_amp.scaling._checkpoint import Saved
 from lightning_amp.scaling._scalars import Skip, read_scalars
 
@@ -46,7 +47,9 @@ class StepResult:
     @property
     def bad_loss(self) -> Skip:
         """Return whether the loss was not finite. Its forward leaves NaN in buffers even if the step is applied."""
-        return self.known_bad_loss or Skip.if_nonfinite(self.loss_probe)
+        if self.known_bad_loss is not None or self.loss_probe is None:
+            return self.known_bad_loss or Skip.NO
+        return Skip.on_device(nonfinite(self.loss_probe))
 
 
 @final
@@ -72,10 +75,6 @@ class Subscription:
     before_update: Callable[[int, Optimizer], None] | None = None
     cause: Callable[[int], str] | None = None
 
-    def end_losses(self) -> None:
-        """Stop calling `on_bad_loss`."""
-        self.on_bad_loss = None
-
     def close(self) -> None:
         """End the subscription. A second call does nothing."""
         if self in self.everybody:
@@ -87,8 +86,8 @@ class RecordLog:
     """Keeps references to scalars on the device and turns them into `StepRecord`s one block at a time.
 
     Appending a result launches no kernel and does not wait, because scale tensors are never changed in place. Reading a
-    block waits for the device once. It transfers the flags, the scales (only the last scales if there is no listener)
-    and, if steps were skipped, their losses.
+    block waits for the device once. It transfers the flags, the scales and, if steps were
+    skipped, their losses.
 
     Args:
         limit: Raise `FloatingPointError` when the records of this many skips in a row are read. A skip that lowered the
@@ -226,21 +225,15 @@ class RecordLog:
             return
         flags = _read_flags(pending)
         subscriptions = [*self.subscriptions]
-        if not subscriptions and not any(skip for skip, _ in flags):
-            self.num_steps += len(pending) - 1  # only the last step needs a record
-            pending, flags = pending[-1:], flags[-1:]
         records = self._read(pending, [skip for skip, _ in flags])
         stuck = False
         for record in records:
-            if not record.skipped:
-                self.num_steps += 1
-                self.streak = () if not stuck else self.streak
-                continue
-            lowered = record.next_scale < record.scale
-            self.num_skipped += 1
-            self.num_lost += not lowered
+            lost = record.skipped and record.next_scale >= record.scale
+            self.num_steps += not record.skipped
+            self.num_skipped += record.skipped
+            self.num_lost += lost
             if not stuck:
-                self.streak = () if lowered else (*self.streak, record.reason)
+                self.streak = (*self.streak, record.reason) if lost else ()
                 stuck = len(self.streak) >= self.limit
         self._known_streak = len(self.streak)
         self.last = records[-1]
@@ -358,6 +351,10 @@ class StepCounts:
     def num_skipped(self) -> int:
         """Count the skipped optimizer steps; in a Trainer, of all its fits. This waits for the device."""
         return self._so_far()[1]
+
+    def _state(self) -> dict[str, Any]:
+        """Return the scale, the counts and the last step, as plain numbers and strings."""
+        return {"scaler": None if self.scaler is None else self.scaler.state_dict(), **self.records.state()}
 
     def _so_far(self) -> tuple[int, int, StepRecord | None]:
         return self.records.so_far(lambda: None if self.scaler is None else self.scaler.scale_tensor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -105,7 +104,7 @@ class ScaledSteps(StepCounts):
         self.go_on_in("", scaler)
         self._steps: OptimizerSteps | None = None
         self._buffers: list[Any] = []  # learn of each backward and step, and restore themselves after a skip
-        self._reduces_on: torch.device | None = None
+        self._root_device: torch.device | None = None  # where the ranks agree; in Fabric, from the first forward on
         self._latest: StepResult | None = None
         self._noted: list[tuple[StepResult, Callable[[], Any]]] = []
         self._holds: list[Hold] = []
@@ -125,7 +124,7 @@ class ScaledSteps(StepCounts):
                 self._optimizers,
                 calls=self.calls,
                 all_reduce_max=max_over_ranks(self.process_group),
-                device=self._reduces_on,
+                device=self._root_device,
             )
         return self._steps
 
@@ -145,7 +144,7 @@ class ScaledSteps(StepCounts):
         steps = self.started()
         for buffers in self._buffers:
             buffers.note_backward()
-        with _autocast_off(loss.device):
+        with torch.autocast(loss.device.type, enabled=False):
             scaled = steps.scale_loss(loss)
             with steps.scaled_backward():
                 scaled.backward(*args, **kwargs)
@@ -174,8 +173,9 @@ class ScaledSteps(StepCounts):
         steps = self.started()
         if steps.has_stepped(optimizer):
             steps.end_round()
-        plan = StepPlan(fold=True, asks_for_loss=bool(self._buffers), in_closure=closure is not None)
-        with _autocast_off(next((p.device for p in parameters(optimizer)), torch.device("cpu"))):
+        plan = StepPlan(fold=True, in_closure=closure is not None)
+        device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
+        with torch.autocast(device.type, enabled=False):
             output, result = steps.step(optimizer, closure or (lambda: None), lambda: None, plan, **kwargs)
         self._latest = result
         for buffers in self._buffers:
@@ -234,7 +234,7 @@ class ScaledSteps(StepCounts):
     def state_dict(self) -> dict[str, Any]:
         """Return the scale, the counts and the last step, as plain numbers and strings. This waits for the device."""
         self.flush()
-        return {"scaler": None if self.scaler is None else self.scaler.state_dict(), **self.records.state()}
+        return self._state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`, or from the state of torch's own `GradScaler`.
@@ -253,7 +253,3 @@ class ScaledSteps(StepCounts):
         if self._steps is not None:
             self._steps.begin_anew()
         return sentences
-
-
-def _autocast_off(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()

@@ -13,7 +13,6 @@ class StepPlan(NamedTuple):
             true gradients.
         max_norm: With `fold`, the total 2-norm to clip to; `None` for no clipping.
         host_must_know: Whether the caller acts on a skip right after the step.
-        asks_for_loss: Whether the caller also reads whether the loss was finite.
         in_closure: Whether the closure runs the backward.
 
     """
@@ -21,7 +20,6 @@ class StepPlan(NamedTuple):
     fold: bool = False
     max_norm: float | None = None
     host_must_know: bool = False
-    asks_for_loss: bool = False
     in_closure: bool = True
 
 

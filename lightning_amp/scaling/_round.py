@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from typing_extensions import final
@@ -28,21 +28,17 @@ class Round:
     def __init__(self) -> None:
         self._steps: list[StepResult] = []
         self._lowered: list[StepResult] = []  # steps of this batch that have lowered the scale, if they overflowed
-        self._stepped: set[int] = set()  # indices of the optimizers that have stepped
-        self._again: set[int] = set()  # which have stepped more than once in this batch
+        self.counts: Counter[int] = Counter()
+        """How often each optimizer has stepped in this batch, by its index."""
 
     def add(self, step: StepResult) -> None:
         """Add a step."""
         self._steps.append(step)
-        (self._again if step.optimizer_idx in self._stepped else self._stepped).add(step.optimizer_idx)
-
-    def has(self, state: Any) -> bool:
-        """Return whether the optimizer of a gradient state has stepped."""
-        return state is not None and state.index in self._stepped
+        self.counts[step.optimizer_idx] += 1
 
     def is_over(self, num_optimizers: int) -> bool:
         """Return whether all optimizers have stepped, or one of them more than once."""
-        again = any(step.optimizer_idx in self._again for step in self._steps)
+        again = any(self.counts[step.optimizer_idx] > 1 for step in self._steps)
         return again or len(self._steps) >= num_optimizers > 0
 
     def lower(self, scaler: DynamicLossScaler) -> None:

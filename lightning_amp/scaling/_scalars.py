@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from typing_extensions import final
 
-from lightning_amp.numerics import nonfinite
-
 
 @final
 class Skip:
@@ -37,11 +35,6 @@ class Skip:
         if not in_host_memory(flag):
             return cls(flag)
         return cls.YES if host_value(flag) else cls.NO
-
-    @classmethod
-    def if_nonfinite(cls, probe: Tensor | None) -> Skip:
-        """Return a skip if `probe` [] is inf or NaN; no skip if it is `None`."""
-        return cls.NO if probe is None else cls.on_device(nonfinite(probe))
 
     def wait(self) -> bool:
         """Return whether it was skipped. This waits for the device if only the device has the result."""

@@ -136,10 +136,14 @@ class DynamicLossScaler(torch.amp.GradScaler):
         self.max_scale = float(max_scale)
         self.max_consecutive_skips = max_consecutive_skips
         self._start = (float(init_scale), self.min_scale, self.max_scale)
-        self._allowance: Tensor | int = hysteresis  # a tensor once the scale is on a device
+        self._owner_ref: weakref.ref[Any] | None = None
+        self._forget_steps(hysteresis)
+
+    def _forget_steps(self, allowance: int) -> None:
+        """Begin anew; `allowance` overflows are left before the scale falls."""
+        self._allowance: Tensor | int = allowance  # a tensor once the scale is on a device
         self._loss: Tensor | None = None  # finite exactly if all losses since the last update were
         self._log = self._new_log()  # only for loops without the plugin
-        self._owner_ref: weakref.ref[Any] | None = None
 
     def _new_log(self) -> RecordLog:
         return RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
@@ -194,27 +198,24 @@ class DynamicLossScaler(torch.amp.GradScaler):
     @override
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss of any shape, or nested iterables of losses, by the scale."""
-        return self.multiply(outputs) if self._owner is None else self._owner.by_hand.scale(outputs)
+        if self.is_enabled() and isinstance(outputs, Iterable) and not isinstance(outputs, Tensor):
+            scaled = [self.scale(output) for output in outputs]
+            return tuple(scaled) if isinstance(outputs, tuple) else scaled
+        return self.multiply(outputs) if self._owner is None else self._owner.scale_by_hand(outputs)
 
-    def multiply(self, outputs: Any) -> Any:
-        """Multiply losses by the scale.
+    def multiply(self, loss: Any) -> Any:
+        """Multiply a loss by the scale.
 
         The first float16 loss lowers `max_scale` to 2**15, with one warning. The gradient that enters a float16 tensor
         is the scale itself, and float16 ends at 65504.
         """
-        if not self.is_enabled():
-            return outputs
-        if isinstance(outputs, Iterable) and not isinstance(outputs, Tensor):
-            outputs = outputs if isinstance(outputs, (list, tuple)) else list(outputs)
-        for loss in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
-            if not isinstance(loss, Tensor):
-                continue
+        if self.is_enabled() and isinstance(loss, Tensor):
             _torch.scale_tensor(self, loss.device)
             if loss.dtype == torch.float16 and self.max_scale > HALF_LOSS_CEILING:
                 self._lower_ceiling()
             if self._owner is None:  # otherwise the steps of a run keep their losses
                 self._loss = merge_losses(self._loss, loss)
-        return super().scale(outputs)
+        return super().scale(loss)
 
     def _lower_ceiling(self) -> None:
         self.max_scale = HALF_LOSS_CEILING
@@ -280,9 +281,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         if not found_infs:
             raise AssertionError("No inf checks were recorded prior to update.")  # torch's own message and type
         used = self.scale_tensor
-        found_inf = found_infs[0].to(used.device)
-        for other in found_infs[1:]:
-            found_inf = torch.maximum(found_inf, other.to(used.device))
+        found_inf = torch.stack([found.to(used.device) for found in found_infs]).amax()
         loss = self._loss
         self.advance(found_inf, None if loss is None else nonfinite(loss).to(used.device).logical_and(found_inf))
         self._log.append(StepResult(Skip.on_device(found_inf), loss, scale=used))
@@ -323,9 +322,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         """Return to the first scale and the original limits, and forget all records."""
         init_scale, self.min_scale, self.max_scale = self._start
         _torch.reset_scale(self, init_scale)
-        self._allowance = self.hysteresis
-        self._loss = None
-        self._log = self._new_log()
+        self._forget_steps(self.hysteresis)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -357,11 +354,9 @@ class DynamicLossScaler(torch.amp.GradScaler):
         for name in _LIMITS:
             if name in state_dict and name not in self._explicit:
                 setattr(self, name, state_dict[name])
-        self._allowance = min(int(state_dict.get("_hysteresis_tracker", self.hysteresis)), self.hysteresis)
         scale = min(max(float(state_dict["scale"]), self.min_scale), self.max_scale)
         _torch.reset_scale(self, scale, state_dict[_torch.GROWTH_TRACKER])
-        self._loss = None
-        self._log = self._new_log()
+        self._forget_steps(min(int(state_dict.get("_hysteresis_tracker", self.hysteresis)), self.hysteresis))
 
     def overridden(self, state_dict: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Return the arguments that differ from `state_dict`: name -> (the user's value, the state's value)."""
@@ -375,12 +370,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
         return {name: getattr(self, f"get_{name}")() for name in _POLICY} | {n: getattr(self, n) for n in _LIMITS}
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state["_allowance"] = int(self._allowance)
-        state["_loss"] = None
-        state["_log"] = self._new_log()
-        state["_owner_ref"] = None
-        return state
+        steps = {"_allowance": int(self._allowance), "_loss": None, "_log": self._new_log(), "_owner_ref": None}
+        return super().__getstate__() | steps
 
     def __repr__(self) -> str:
         """Return the code that makes this scaler, without arguments that have their default."""

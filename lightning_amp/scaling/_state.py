@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import final
 
-from lightning_amp._compat import _sharding, _torch
+from lightning_amp._compat import _modules, _sharding, _torch
 from lightning_amp.numerics import dense, nonfinite_flag
 from lightning_amp.scaling import _scalars
 from lightning_amp.scaling._early_moves import calls_closure_late
@@ -68,6 +68,11 @@ class GradientState:
         self.takes_closure = self.is_torchs or _takes_closure(optimizer)
         # FSDP2 keeps the gradients of batches without synchronisation elsewhere
         self.is_sharded = any(map(_sharding.is_sharded, parameters(optimizer)))
+
+    @property
+    def num_edits(self) -> int:
+        """Return a number that grows when parameters of an optimizer that is not torch's change in place."""
+        return 0 if self.is_torchs else sum(map(_modules.version, parameters(self.optimizer)))
 
     def _forget_check(self) -> None:
         self.found_inf: Tensor | None = None
@@ -226,11 +231,11 @@ class GradientState:
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def wait(self, *, asks_for_loss: bool) -> bool:
-        """Wait for the device once, and read whether to skip the step and, on request, whether the loss was finite."""
+    def wait(self) -> bool:
+        """Wait for the device once, and read whether to skip the step, and whether the loss was finite."""
         found_inf, probe = self.found_inf, self.loss
         assert found_inf is not None
-        if not asks_for_loss or probe is None or _scalars.in_host_memory(probe):
+        if probe is None or _scalars.in_host_memory(probe):
             return Skip(found_inf).wait()
         both = (found_inf * 2 + nonfinite_flag(probe).to(found_inf)).item()  # two flags in one transfer
         self.bad_loss = Skip.YES if both % 2 else Skip.NO

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp._compat import _modules, _torch
-from lightning_amp.scaling._backward_watch import THREAD, BackwardWatch, ByHand, StepGuard
-from lightning_amp.scaling._early_moves import num_edits, snapshot
+from lightning_amp.scaling._backward_watch import THREAD, BackwardWatch
+from lightning_amp.scaling._early_moves import snapshot
 from lightning_amp.scaling._gradients import has_gradients, parameters
 from lightning_amp.scaling._log import RecordLog, StepResult
 from lightning_amp.scaling._plan import OWN_LOOP, Calls, SkipStep, StepPlan
@@ -78,15 +78,13 @@ class OptimizerSteps:
         self._scale_has_changed = False  # between two backwards
         self._expects_more = not self.states  # nobody has said how many optimizers there are
         self._watch: BackwardWatch | None = None
-        self._guard: StepGuard | None = None
         if self.scaler is not None:
-            self._watch = BackwardWatch()
+            self._watch = BackwardWatch(self)
             for state in self.states.values():
                 state.watched = self._watch.watch_first(state.optimizer)
             known = self._known_parameters()
             self._watch.watch(p for p in watched if id(p) not in known)
-            self._guard = StepGuard(self, self._watch)
-            self.by_hand = ByHand(self, self._watch)
+            self.scale_by_hand = self._watch.scale
             self.scaler.serve(self)
         self.begin_anew()
 
@@ -117,8 +115,8 @@ class OptimizerSteps:
         """Remove all hooks."""
         for state in self.states.values():
             state.finish()
-        if self._guard is not None and self.scaler is not None:
-            self._guard.close()
+        if self._watch is not None and self.scaler is not None:
+            self._watch.close()
             self.scaler.serve(None)
 
     def state(self, optimizer: Optimizer) -> GradientState:
@@ -218,7 +216,7 @@ class OptimizerSteps:
         if state.found_inf is None:
             return False
         self._agree(state)
-        return state.wait(asks_for_loss=False)
+        return state.wait()
 
     def unscale(self, state: GradientState) -> bool:
         """Unscale gradients, for clipping by norm too, whose norm shows what is not finite. Return `False` if true."""
@@ -322,12 +320,12 @@ class OptimizerSteps:
         first = not state.takes_closure or not (plan.in_closure or state.is_torchs or has_hooks)
         undo = snapshot(optimizer) if self.skips and state.moves_early and not first else None
         skip: Skip | None = None
-        result, calls, edits, leave = None, 0, num_edits(optimizer), SkipStep()
+        result, calls, edits, leave = None, 0, state.num_edits, SkipStep()
 
         def run_closure() -> Any:
             nonlocal skip, result, calls
             THREAD.in_step = False  # the closure may step other optimizers
-            state.moves_early |= calls > 0 or num_edits(optimizer) != edits
+            state.moves_early |= calls > 0 or state.num_edits != edits
             result, calls, skip = closure(), calls + 1, Skip.NO
             skip = self._check(state, before_update, plan)
             if skip.known:
@@ -387,16 +385,13 @@ class OptimizerSteps:
             if fused and not early and not plan.host_must_know:
                 _torch.set_found_inf(optimizer, state.found_inf)
                 return skip
-            return Skip.YES if state.wait(asks_for_loss=plan.asks_for_loss or self.log.wants_losses) else Skip.NO
+            return Skip.YES if state.wait() else Skip.NO
         return skip
 
     def _record(self, state: GradientState, skip: Skip) -> StepResult:
         """Make the one record of a step. The end of the round adds the next scale."""
-        scale, overflow = None, skip
-        if self.scaler is not None:
-            scale = state.used_scale
-            overflow = skip if state.overflow is None else skip | state.overflow
-        result = StepResult(skip, state.loss, state.index, scale, overflow, known_bad_loss=state.bad_loss)
+        overflow = skip | (state.overflow or Skip.NO)
+        result = StepResult(skip, state.loss, state.index, state.used_scale, overflow, known_bad_loss=state.bad_loss)
         # otherwise there was nothing to do, and nothing is recorded
         if state.has_gradients if self.skips else has_gradients(state.optimizer):
             self._round.add(result)
@@ -415,7 +410,7 @@ class OptimizerSteps:
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has stepped in this round, so that another round begins with its next step."""
-        again = self._round.has(self.state(optimizer))
+        again = self.state(optimizer).index in self._round.counts
         self._expects_more &= not again
         return again
 

@@ -82,11 +82,6 @@ class SkipProtection:
         at_once = [hold for hold in self._holds.values() if self._rates_are_read or not hold.notes]
         return any(hold.optimizer is None or hold.optimizer is optimizer for hold in at_once)
 
-    @property
-    def asks_for_loss(self) -> bool:
-        """Return whether steps must report a non-finite loss: it leaves NaN in buffers even if they are applied."""
-        return bool(self._buffers)
-
     def enter_step(self) -> None:
         """Prepare for a training step."""
         self._attach()
@@ -133,7 +128,6 @@ class SkipProtection:
         if self._scheduler_step is not None:
             self._scheduler_step.restore()
         self._holds, self._buffers = {}, []
-        self._on = False
 
 
 @final

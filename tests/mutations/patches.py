@@ -211,15 +211,15 @@ SCALING = [
     Mutation(
         "a second run goes on with the scale of the first",
         "scaling/_scaler.py",
-        "        _torch.reset_scale(self, init_scale)\n        self._allowance",
-        "        self._allowance",
+        "        _torch.reset_scale(self, init_scale)\n        self._forget_steps",
+        "        self._forget_steps",
         ("tests/contract/test_checkpoints.py::test_k_folds_start_fresh",),
     ),
     Mutation(
         "a run whose scale still falls is called stuck",
         "scaling/_log.py",
-        "self.streak = () if lowered else (*self.streak, record.reason)",
-        "self.streak = (*self.streak, record.reason)",
+        "self.streak = (*self.streak, record.reason) if lost else ()",
+        "self.streak = (*self.streak, record.reason) if record.skipped else ()",
         ("tests/unit/scaling/test_records.py", IN_USE.removesuffix("::")),
     ),
     Mutation(
@@ -409,8 +409,8 @@ PRECISION = [
     Mutation(
         "hooks see scaled gradients of a fused optimizer",
         "precision/_clipping.py",
-        "        if self.somebody_looks or (automatic and self.own_clipping):\n            return False, None",
-        "        pass",
+        "    if somebody_looks(module) or (automatic and clips_itself(module)):\n        return False, None",
+        "    pass",
         (f"{MANUAL.removesuffix('::')}",),
     ),
     Mutation(

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 from support.stores import Bucket
 
-from lightning_amp._files import LEFTOVER, child, is_url, location, open_text, write_atomically
+from lightning_amp._files import LEFTOVER, child, location, open_text, write_atomically
 
 
 @pytest.fixture
@@ -92,13 +92,11 @@ def test_an_upload_that_fails(failure: Exception, place: str, tmp_path: Path) ->
 @pytest.mark.parametrize("path", ["runs", "C:\\runs", "C:/runs", "a::b", Path("/a/b")])
 def test_a_path(path: Any) -> None:
     assert location(path) == Path(path)
-    assert not is_url(path)
 
 
 @pytest.mark.parametrize("url", ["memory://", "memory://runs/1/", "simplecache::test-bucket://bucket/run"])
 def test_a_url_is_left_alone(url: str) -> None:
     assert location(url) == url
-    assert is_url(url)
 
 
 @pytest.mark.parametrize("protocol", ["file", "local"])

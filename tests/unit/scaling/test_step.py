@@ -319,11 +319,11 @@ def test_a_hook_on_steps_must_not_see_one_that_is_not_taken() -> None:
     assert seen == []
 
 
-def test_a_loss_that_somebody_asks_for_is_read_with_the_gradients() -> None:
+def test_the_loss_is_read_with_the_gradients() -> None:
     with flags_on_a_device():
         loop = Loop(Once)
         with CountReads() as reads:
-            result = loop.step((1.0, 1.0), plan=StepPlan(asks_for_loss=True))
+            result = loop.step((1.0, 1.0))
         assert reads.count == 1
     assert result.bad_loss is Skip.NO  # the host knows the loss now
 
