@@ -54,8 +54,8 @@ class GradientRow(NamedTuple):
 
     @property
     def is_divided_twice(self) -> bool:
-        """Return whether the gradient has the direction of fp32, and is shorter, by the loss scale at most."""
-        return self.cosine > 0.99 and 0.98 / self.scale < self.norm_ratio < 0.7
+        """Return whether the gradient is shorter than its direction explains, by the loss scale at most."""
+        return self.cosine > 0.5 and 0.98 / self.scale < self.norm_ratio < 0.7 * self.cosine
 
 
 _LOST_DB = 3.0  # a module below this SQNR is a fault, even if all other modules are fine
