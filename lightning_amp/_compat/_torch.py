@@ -51,19 +51,16 @@ def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = Non
 
     A scaler that was not used yet creates the scale on `device`.
     """
-    scale = scaler._scale
-    if scale is None:
+    if scaler._scale is None:
         with torch.inference_mode(False):
             scaler._lazy_init_scale_growth_tracker(device or torch.device(scaler._device))
-        scale = scaler._scale
-    assert scale is not None
+    scale: Any = scaler._scale
     return scale
 
 
 def growth_tracker(scaler: torch.amp.GradScaler) -> Tensor:
     """Return the clean steps in a row, int32, shape []. Remove when `GradScaler` has a getter that does not wait."""
-    tracker = scaler._growth_tracker
-    assert tracker is not None  # the tracker is made together with the scale
+    tracker: Any = scaler._growth_tracker  # is made together with the scale
     return tracker
 
 

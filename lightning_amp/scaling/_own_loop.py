@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -144,7 +145,7 @@ class ScaledSteps(StepCounts):
         steps = self.started()
         for buffers in self._buffers:
             buffers.note_backward()
-        with torch.autocast(loss.device.type, enabled=False):
+        with _autocast_off(loss.device):
             scaled = steps.scale_loss(loss)
             with steps.scaled_backward():
                 scaled.backward(*args, **kwargs)
@@ -174,8 +175,7 @@ class ScaledSteps(StepCounts):
         if steps.has_stepped(optimizer):
             steps.end_round()
         plan = StepPlan(fold=True, in_closure=closure is not None)
-        device = next((p.device for p in parameters(optimizer)), torch.device("cpu"))
-        with torch.autocast(device.type, enabled=False):
+        with _autocast_off(next((p.device for p in parameters(optimizer)), torch.device("cpu"))):
             output, result = steps.step(optimizer, closure or (lambda: None), lambda: None, plan, **kwargs)
         self._latest = result
         for buffers in self._buffers:
@@ -253,3 +253,7 @@ class ScaledSteps(StepCounts):
         if self._steps is not None:
             self._steps.begin_anew()
         return sentences
+
+
+def _autocast_off(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
