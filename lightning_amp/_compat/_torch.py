@@ -239,7 +239,8 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
     Hooks with an attribute `only_looks` do not count. Remove when torch has a public check.
     """
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    # a class of the user's may be no `Optimizer` of torch, or not call its `__init__`
+    own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
     everywhere = (_optimizer_module._global_optimizer_pre_hooks, _optimizer_module._global_optimizer_post_hooks)
     return any(not getattr(hook, "only_looks", False) for hooks in (*own, *everywhere) for hook in hooks.values())
 

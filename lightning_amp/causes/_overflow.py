@@ -320,7 +320,10 @@ class _Search:
         around = [name for name in dict.fromkeys(names) if name in known]
         for rules in dict.fromkeys(tuple(around[:count]) for count in (1, 2) if around[count - 1 :]):
             trials.append((f"fp32_modules={json.dumps(rules)}", {"rules": rules}))
-        loss = ("the loss in fp32, with all code outside of submodules (autocast off, `.float()` on its inputs)", {"loss_in_fp32": True})
+        loss = (
+            "the loss in fp32, with all code outside of submodules (autocast off, `.float()` on its inputs)",
+            {"loss_in_fp32": True},
+        )
         return trials if call.module else [*trials, loss]
 
     def _bf16(self) -> list[Trial]:

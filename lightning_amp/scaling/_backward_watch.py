@@ -81,6 +81,11 @@ class BackwardWatch:
     def watch_first(self, optimizer: Optimizer) -> Any:
         """Watch one parameter of an optimizer, instead of all, and return it."""
         mine = [p for p in parameters(optimizer) if p.requires_grad]
+        if len(set(map(id, mine))) < len(mine):
+            raise ValueError(
+                f"A parameter stands twice in a group of `{type(optimizer).__name__}`: its gradient would be divided by"
+                " the loss scale twice. Pass each parameter once: `list(dict.fromkeys(parameters))`."
+            )
         first = next((p for p in mine if p.grad is not None), mine[0] if mine else None)
         for p in mine:
             if p is not first and id(p) in self._handles:

@@ -71,8 +71,9 @@ class GradientState:
 
     @property
     def num_edits(self) -> int:
-        """Return a number that grows when parameters of an optimizer that is not torch's change in place."""
-        return 0 if self.is_torchs else sum(map(_modules.version, parameters(self.optimizer)))
+        """Return a number that grows when the user's optimizer, or a hook of a step, changes parameters in place."""
+        is_plain = self.is_torchs and not _torch.has_step_hooks(self.optimizer)
+        return 0 if is_plain else sum(map(_modules.version, parameters(self.optimizer)))
 
     def _forget_check(self) -> None:
         self.found_inf: Tensor | None = None

@@ -124,8 +124,8 @@ class GradientSampler:
         rows = {row_of[name] for name in fp32.gradients}
         in_half = {one.call.key for one in amp.trace.gradients if one.dtype in HALF_DTYPES and not one.is_inner}
         for one in fp32.trace.read().gradients:
-            # Gradients of operations count, because they may be larger than gradients of parameters. If they are infinite,
-            # either those of parameters are, too, or a mask such as ReLU's drops them.
+            # Gradients of operations count, because they may be larger than gradients of parameters. Infinite ones do
+            # not: parameters show them, unless a mask such as ReLU's drops them.
             magnitude = torch.tensor(max(abs(one.arrived.low), abs(one.arrived.high)))
             if one.call.key in in_half and not one.is_inner and magnitude.isfinite():
                 name = one.call.module or ""

@@ -39,7 +39,7 @@ def user_place(boundary: str) -> Place | None:
 def running_place(boundary: str) -> tuple[Place | None, bool]:
     """Return the innermost line outside of torch, and whether it is the user's.
 
-    What an optimizer of torch reads is on the host, so no line is returned.
+    An optimizer of torch reads values that are on the host, so it gets no line.
 
     Args:
         boundary: File where the search ends; callers of that file are not searched.

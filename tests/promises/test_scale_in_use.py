@@ -253,6 +253,54 @@ def test_the_first_step_of_a_foreign_optimizer_copies_no_parameters(precision: s
     assert trainer.optimizers[0].during == 2 * 90_000  # the weight and its gradient
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_that_a_hook_moves_before_a_skipped_step_are_restored(precision: str, fused: bool) -> None:
+    """Torch calls the hook after a step only if there was one."""
+    layer = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.0, fused=fused)
+    optimizer.register_step_pre_hook(lambda *_: move(1.0))
+    optimizer.register_step_post_hook(lambda *_: move(-1.0))
+
+    def move(by: float) -> None:
+        with torch.no_grad():
+            layer.weight.add_(by)
+
+    steps = ScaledSteps(8.0 if precision == "fp16" else None, [optimizer])
+    before = layer.weight.detach().clone()
+    for factor in (1.0, float("nan"), 1.0):
+        optimizer.zero_grad()
+        steps.step(optimizer, lambda factor=factor: steps.backward((layer(torch.ones(2)) * factor).sum()))
+    assert steps.num_skipped == 1
+    torch.testing.assert_close(layer.weight.detach(), before)
+
+
+class NotTorchs:
+    """What Lightning calls `Optimizable`, without the attributes of torch's `Optimizer`."""
+
+    def __init__(self, params: Any) -> None:
+        inner = torch.optim.SGD(params, 0.1)
+        self.step, self.zero_grad = inner.step, inner.zero_grad
+        self.state_dict, self.load_state_dict = inner.state_dict, inner.load_state_dict
+        self.defaults, self.param_groups, self.state = {}, inner.param_groups, inner.state
+
+
+def test_an_optimizer_needs_no_attributes_of_torchs() -> None:
+    kinds: list[Any] = [NotTorchs, lambda params: torch.optim.SGD(params, 0.1)]
+    ours, torchs = (fit(lambda kind=kind: Toy(kind), AmpPrecision("fp16", scaler=8.0)) for kind in kinds)
+    assert_same(ours.lightning_module.state_dict(), torchs.lightning_module.state_dict())
+
+
+def test_a_parameter_that_stands_twice_in_a_group_is_refused() -> None:
+    layer = nn.Linear(2, 1)
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizer = torch.optim.SGD([*layer.parameters(), layer.weight], 0.1)
+    loss = layer(torch.ones(2)).sum()
+    ScaledSteps(None, [optimizer]).backward(loss)
+    with pytest.raises(ValueError, match="Pass each parameter once"):
+        ScaledSteps(8.0, [optimizer]).backward(loss)
+
+
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_optimizer_that_moves_before_its_closure_is_protected(bad: int) -> None:
     layer = nn.Linear(2, 1)
