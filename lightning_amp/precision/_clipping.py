@@ -5,7 +5,7 @@ Torch's own functions accept either unsharded gradients, or sharded gradients of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,16 @@ from lightning_amp._compat._names import Callback, GradClipAlgorithmType, Lightn
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
     """Clip like `torch.nn.utils.clip_grad_norm_`, by the norm of all gradients, whether sharded or not."""
     groups = _by_mesh(parameters)
-    if len(groups) == 1:
-        torch.nn.utils.clip_grad_norm_(groups[0], max_norm)
-    elif groups:
-        norms: list[Any] = [torch.nn.utils.get_total_norm([p.grad for p in g if p.grad is not None]) for g in groups]
-        whole: list[Tensor] = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-        total = torch.linalg.vector_norm(torch.stack([norm.to(whole[0].device) for norm in whole]))
-        for group in groups:
-            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    norms: list[Any] = [torch.nn.utils.get_total_norm([p.grad for p in g if p.grad is not None]) for g in groups]
+    whole: list[Tensor] = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    for group in groups:
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, joint_norm(whole))
+
+
+def joint_norm(norms: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm over all parts from the norm [] of each part."""
+    together = torch.stack([norm.to(norms[0].device) for norm in norms])
+    return torch.linalg.vector_norm(together) if len(norms) > 1 else norms[0]
 
 
 def clip_by_value(parameters: Iterable[nn.Parameter], max_value: float) -> None:

@@ -173,7 +173,7 @@ class ForwardContexts:
             if mixed and is_own and step is not None:
                 self._begin(step, partial(self.evaluation_step, module))
             metrics = self._metrics if is_own or not mixed else metrics_in_fp32(module, self.device_type)
-            outputs = _NOTHING if step is None else Overrides([Fp32Outputs(module, step)])
+            outputs = Overrides([Fp32Outputs(module, step)]) if mixed and step is not None else _NOTHING
             # users export models in hooks, and an export needs the module's own `forward`
             weights = self._reused_weights if is_own and step is not None else _NOTHING
             contexts = [*([metrics, outputs] if mixed else []), weights, self.autocast()]

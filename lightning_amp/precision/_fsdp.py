@@ -25,6 +25,7 @@ from lightning_amp._compat._names import FSDPPrecision, Precision
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.precision import _refusals
 from lightning_amp.precision._amp import STOCK_FSDP_KEY, AmpPrecision
+from lightning_amp.precision._clipping import joint_norm
 from lightning_amp.scaling import parameters
 
 _REDUCE_DTYPES = (torch.float32, *HALF_DTYPES)
@@ -170,8 +171,7 @@ def clip_grad_norm_(model: nn.Module, params: Sequence[nn.Parameter], max_norm: 
     plain = [p.grad for p in params if p.grad is not None and id(p) not in sharded]
     if plain:
         norms.append(nn.utils.get_total_norm(plain))
-    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
-    nn.utils.clip_grads_with_norm_(params, max_norm, torch.linalg.vector_norm(stacked) if len(norms) > 1 else norms[0])
+    nn.utils.clip_grads_with_norm_(params, max_norm, joint_norm(norms))
 
 
 def _norm(root: FullyShardedDataParallel) -> Tensor:

@@ -224,7 +224,6 @@ class RecordLog:
         if not pending:
             return
         flags = _read_flags(pending)
-        subscriptions = [*self.subscriptions]
         records = self._read(pending, [skip for skip, _ in flags])
         stuck = False
         for record in records:
@@ -237,7 +236,7 @@ class RecordLog:
                 stuck = len(self.streak) >= self.limit
         self._known_streak = len(self.streak)
         self.last = records[-1]
-        for subscription in subscriptions:
+        for subscription in [*self.subscriptions]:
             subscription.listener(records)
             for record, (_, bad_loss) in zip(records, flags, strict=True):
                 if bad_loss and not record.skipped and subscription.on_bad_loss is not None:
