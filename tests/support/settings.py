@@ -1,10 +1,9 @@
-"""Settings of all kinds in Python and torch. To import fast, this imports neither Lightning nor this package."""
+"""Settings of all kinds in Python and torch."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
@@ -91,7 +90,3 @@ def simple_settings() -> dict[str, list[Any]]:
         "numbers of numpy": [np.float32(0.1), np.float64(0.1), np.int64(3)],
         "modules": [Silent(0.1), Silent(0.2), nn.Dropout(0.1), nn.Dropout(0.2), nn.Sequential(Silent(0.1))],
     }  # fmt: skip
-
-
-def write_all(describe: Callable[[Any], str]) -> list[str]:
-    return [describe(value) for values in simple_settings().values() for value in values]

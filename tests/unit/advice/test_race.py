@@ -114,12 +114,13 @@ def test_an_optimizer_that_is_made_fused_steps_as_one_that_was(make: Any) -> Non
     torch.testing.assert_close(weights(True), weights(False), rtol=0, atol=0)
 
 
-def test_which_optimizers_can_be_fused() -> None:
-    own = [nn.Parameter(torch.ones(2))]
+def test_which_optimizers_can_be_fused(device: torch.device) -> None:
+    own = [nn.Parameter(torch.ones(2, device=device))]
     assert can_fuse(torch.optim.AdamW(own))
     assert not can_fuse(torch.optim.AdamW(own, fused=True))
     assert not can_fuse(torch.optim.AdamW(own, foreach=True))  # somebody chose that
     assert not can_fuse(torch.optim.RMSprop(own))
+    assert can_fuse(torch.optim.Adagrad(own)) == (device.type == "cpu")
     assert not can_fuse(type("Mine", (torch.optim.AdamW,), {})(own))
 
 
@@ -135,13 +136,6 @@ def test_a_contestant_turns_on_fused() -> None:
     contestant("fused=True", fused).round(TRACK, 1)
     assert not any(plain.fused)
     assert fused.fused == [True]
-
-
-def test_optimizers_can_be_fused_wherever_torch_has_a_kernel(device: torch.device) -> None:
-    parameters = [torch.nn.Parameter(torch.ones(2, device=device))]
-    assert can_fuse(torch.optim.AdamW(parameters))
-    assert not can_fuse(torch.optim.AdamW(parameters, fused=True))
-    assert can_fuse(torch.optim.Adagrad(parameters)) == (device.type == "cpu")
 
 
 # -- the steps that are timed ------------------------------------------------------------------------------------------

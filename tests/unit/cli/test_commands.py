@@ -169,11 +169,6 @@ def test_a_part(runs: list[Run], status: int, out: str, command: Any, compared: 
     assert compared.outcome.shares == [(2, 3)]
 
 
-def test_ctrl_c(command: Any, compared: Any) -> None:
-    compared.outcome = KeyboardInterrupt()
-    assert command("compare", *BOTH) == (130, "", "lightning-amp compare: interrupted\n")
-
-
 # -- doctor ------------------------------------------------------------------------------------------------------------
 
 
@@ -243,7 +238,6 @@ def test_batch_size(results: Any, status: int, command: Any, stand_in: Any) -> N
          "`--memory-limit-gib` must be given: `--memory-limit-gib 4`"),
         (RuntimeError("Training in fp32 failed"), 2, "Training in fp32 failed"),
         (PermissionError(13, "Permission denied", "kept"), 2, "[Errno 13] Permission denied: 'kept'"),
-        (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("tests_are_ours")

@@ -22,13 +22,11 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
-from support import settings
-from support.settings import WORDS, Plain, Slotted
+from support.settings import WORDS, Plain, Slotted, simple_settings
 from torch import nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, MetricComparison, ScaleMonitor
 from lightning_amp._text import literal
-from lightning_amp.compare import _describe
 from lightning_amp.compare._describe import Identity
 
 
@@ -73,7 +71,7 @@ def trainer_settings(tmp: Path = Path("runs")) -> dict[str, list[Any]]:
 
 
 def all_settings() -> dict[str, list[Any]]:
-    return settings.simple_settings() | trainer_settings()
+    return simple_settings() | trainer_settings()
 
 
 @pytest.mark.parametrize("kind", list(all_settings()))
@@ -87,25 +85,20 @@ def test_a_setting_has_one_text_and_another_setting_another(kind: str) -> None:
 
 
 ELSEWHERE = """
-import importlib, importlib.util, sys, types
-support = sys.modules["support"] = types.ModuleType("support")
-support.__path__ = [sys.argv[1]]  # without the imports of its `__init__`
-spec = importlib.util.spec_from_file_location("describe", sys.argv[2])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-print(*importlib.import_module("support.settings").write_all(lambda value: module.Identity().of(value)), sep="\\n")
+from lightning_amp.compare._describe import Identity
+from support.settings import simple_settings
+print(*[Identity().of(value) for values in simple_settings().values() for value in values], sep="\\n")
 """
 
 
 @pytest.mark.slow
 def test_another_process_writes_the_same() -> None:
     """It has other addresses, and another order of sets."""
-    folder = Path(settings.__file__).parent
-    command = [sys.executable, "-W", "ignore", "-c", ELSEWHERE, folder, _describe.__file__]
-    environment = {**os.environ, "PYTHONHASHSEED": "17"}
+    environment = {**os.environ, "PYTHONHASHSEED": "17", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", "-c", ELSEWHERE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == settings.write_all(identity)
+    assert done.stdout.splitlines() == [identity(value) for values in simple_settings().values() for value in values]
 
 
 def test_neither_the_clock_nor_the_process_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:

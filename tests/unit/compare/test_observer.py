@@ -11,26 +11,15 @@ from zoo.compared import TRAINER, Sea, Waves
 
 from lightning_amp import AmpPrecision
 from lightning_amp.compare import _observer
-from lightning_amp.compare._checks import parse_margins
 from lightning_amp.compare._observer import Observer
 
 
-def watched(
-    module: Any = Waves, data: Any = Sea, observer: Observer | None = None, **changes: Any
-) -> tuple[Observer, L.Trainer]:
-    observer = observer or Observer({})
-    kwargs = {**TRAINER, "enable_progress_bar": False, **changes}
+def watched(module: Any = Waves, data: Any = Sea, **changes: Any) -> Observer:
+    observer, kwargs = Observer({}), {**TRAINER, "enable_progress_bar": False, **changes}
     L.seed_everything(3, verbose=False)
     trainer = L.Trainer(**kwargs, callbacks=[observer], plugins=[AmpPrecision("fp16")])
     trainer.fit(module(), datamodule=data())
-    return observer, trainer
-
-
-def test_a_margin_for_a_metric_that_is_not_logged_ends_the_first_validation() -> None:
-    observer = Observer(parse_margins({"val_los": 0.1}))
-    with pytest.raises(ValueError, match="Did you mean 'val_loss'"):
-        watched(observer=observer, max_epochs=3)
-    assert len(observer.curves["val_loss"]) == 1
+    return observer
 
 
 class Loaders(Sea):
@@ -48,7 +37,7 @@ class Often(Waves):
 
 
 def test_curves_know_loaders_and_the_epoch_end() -> None:
-    observer, _ = watched(Often, Loaders, val_check_interval=0.5)
+    observer = watched(Often, Loaders, val_check_interval=0.5)
     names = {f"{name}/dataloader_idx_{i}" for name in ("val_loss", "val_loss_epoch") for i in (0, 1)}
     assert set(observer.curves) == names | {"at_end"}
     assert [step for step, _ in observer.curves["at_end"]] == [6, 12, 18, 24]
@@ -56,7 +45,7 @@ def test_curves_know_loaders_and_the_epoch_end() -> None:
 
 def test_losses_of_a_long_run_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_observer, "_MOST_LOSSES", 6)
-    observer, _ = watched(max_epochs=4)
+    observer = watched(max_epochs=4)
     steps = [step for step, _ in observer.losses()]
     assert 3 <= len(steps) <= 6
     assert steps == sorted(steps)
@@ -69,5 +58,4 @@ class Ragged(Sea):
 
 
 def test_the_size_of_each_batch_counts() -> None:
-    observer, _ = watched(data=Ragged)
-    assert list(observer.watch._samples) == [50, 50, 28] * 2
+    assert list(watched(data=Ragged).watch._samples) == [50, 50, 28] * 2

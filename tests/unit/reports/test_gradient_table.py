@@ -9,7 +9,6 @@ import pytest
 from support.approved import assert_approved
 from support.tables import gradient_row, hundred_gradients
 
-from lightning_amp import GradientMonitor
 from lightning_amp.findings import GradientRow
 from lightning_amp.reports import GradientTable, _table
 
@@ -49,10 +48,3 @@ def test_printed_tables() -> None:
     assert len(GradientTable(many).to_text(max_rows=None).splitlines()) == 102
     assert len(GradientTable(many).to_text(3).splitlines()) == 6
     assert repr(GradientTable(many)) == "GradientTable(101 rows)"
-
-
-@pytest.mark.parametrize("max_rows", [0, -1, True, 2.5])
-def test_number_of_rows_is_checked(max_rows: Any) -> None:
-    match = "`max_rows` must be an integer of 1 or more, or `None` for all rows; got"
-    with pytest.raises(ValueError, match=match):
-        GradientMonitor().table.to_text(max_rows)

@@ -53,8 +53,3 @@ def test_several_are_one_picture(tmp_path: Path) -> None:
     marks = {(line.get_color(), line.get_marker(), len(line.get_xdata())) for line in figure.axes[0].lines}
     assert {(colors[0], "v", 2), (colors[1], "v", 1)} <= marks
     assert list(curves[0].get_xdata())[-1] == 50
-
-
-def test_no_run_with_a_step() -> None:
-    axes: Any = plot_histories({"a": ScaleHistory()}).axes[0]
-    assert [text.get_text() for text in axes.texts] == ["no optimizer step was recorded"]
