@@ -28,21 +28,6 @@ CALLBACKS: dict[str, Callable[[Any], L.Callback]] = {
 SETTINGS: dict[str, Any] = {"gradient": [3, 12], "nan": [5, 6], "every_n_steps": 5}
 
 
-def below_a_file(tmp_path: Path) -> Path:
-    (tmp_path / "file").write_text("")
-    return tmp_path / "file" / "out"
-
-
-def a_file(tmp_path: Path) -> Path:
-    (tmp_path / "out").write_text("")
-    return tmp_path / "out"
-
-
-def dangling(tmp_path: Path) -> Path:
-    (tmp_path / "out").symlink_to(tmp_path / "nowhere" / "at" / "all")
-    return tmp_path / "out"
-
-
 def warnings_of(callback: Any, tmp_path: Path) -> list[str]:
     """Train with a callback that cannot write, compare the run with one without it, and return the warnings."""
     expected = everything(train(plugin_for("fp16"), 20, checkpoints=tmp_path / "a", **SETTINGS))
@@ -54,10 +39,10 @@ def warnings_of(callback: Any, tmp_path: Path) -> list[str]:
     return [str(w.message) for w in caught if "could not write" in str(w.message)]
 
 
-@pytest.mark.parametrize("where", [below_a_file, a_file, dangling])
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_an_unwritable_folder(name: str, where: Callable[[Path], Path], tmp_path: Path) -> None:
-    folder = where(tmp_path)
+def test_an_unwritable_folder(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "out"
     callback = CALLBACKS[name](folder)
     texts = warnings_of(callback, tmp_path)
     assert len(texts) == 1
