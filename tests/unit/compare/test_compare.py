@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from zoo.compared import TRAINER, FailsInFp16, NoisyPrecision, Sea, Waves, here
 
 import lightning_amp
-from lightning_amp.compare import Run, Spec, _compare
+from lightning_amp.compare import Progress, Run, Spec, _compare
 
 
 @pytest.fixture
@@ -229,3 +231,40 @@ def test_one_seed_needs_no_scipy(ran: list[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "scipy", None)
     report = compare(margins={"val_loss": 0.1})
     assert str(report.verdict("bf16", "val_loss")).startswith("undecided: it takes at least three seeds")
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_for_each_run_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(3) as shown:
+        shown.set_description("fp32, seed 0")
+        shown.tick()
+        shown.finish("fp32, seed 0: 12 s")
+        shown.finish("bf16, seed 0: kept from before")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "[1/3] fp32, seed 0: 12 s",
+        "[2/3] bf16, seed 0: kept from before",
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_with_the_arm_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress(2) as shown:
+        shown.set_description("fp32 [bold], seed 0")
+        shown.finish("fp32 [bold], seed 0: 12 s")
+        shown.set_description("bf16, seed 0")
+        time.sleep(0.2)
+        shown.tick()
+    text = terminal.getvalue()
+    assert "[1/2] fp32 [bold], seed 0: 12 s\n" in text
+    assert "bf16, seed 0:  50%" in text
+    assert "1/2 [00:0" in text

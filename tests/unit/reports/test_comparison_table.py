@@ -1,14 +1,15 @@
-"""The rows of `MetricComparison`, their text and their CSV."""
+"""The rows of `MetricComparison`, of metrics and of modules, their text and their CSV."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from support.approved import assert_approved
 from support.tables import comparisons, many_comparisons
 
-from lightning_amp.reports import ComparisonRow, ComparisonTable, describe_comparison
+from lightning_amp.reports import ComparisonRow, ComparisonTable, ModuleRow, ModuleTable, describe_comparison
 
 NAN, INF = math.nan, math.inf
 
@@ -51,3 +52,29 @@ def test_the_printed_tables() -> None:
 
 def test_a_warning_does_not_name_a_hundred_metrics() -> None:
     assert many_comparisons(100, tolerance=0.0).exceeding().endswith("; and 84 more metrics")  # m0 does not differ
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def module_row(name: str, sqnr_db: float, varying: float = 60.0, epoch: int = 0) -> ModuleRow:
+    return ModuleRow(epoch, 4, name, "Linear", 2, sqnr_db, varying, 1.0, 0.5)
+
+
+def test_the_worst_come_first() -> None:
+    table = ModuleTable(
+        [module_row("a", 50.0), module_row("b", 40.0, 8.0), module_row("c", math.nan), module_row("", 20.0)]
+    )
+    assert_approved("modules", {"all": str(table), "two": table.to_text(max_rows=2), "empty": str(ModuleTable())})
+    assert table.to_text(max_rows=None).splitlines()[1].startswith("a")
+
+
+def test_rows_make_the_same_samples_again(tmp_path: Path) -> None:
+    table = ModuleTable()
+    table.add([module_row("a", 50.0), module_row("b", 40.0)])
+    table.add([module_row("a", 51.0, epoch=1)])
+    again = ModuleTable([ModuleRow(*values) for values in table])
+    assert [*again] == [*table]
+    assert again.last == table.last == [module_row("a", 51.0, epoch=1)]
+    table.to_csv(tmp_path / "modules.csv")
+    assert (tmp_path / "modules.csv").read_text().splitlines()[0].startswith("epoch,step,name,kind,num_calls,sqnr_db")
