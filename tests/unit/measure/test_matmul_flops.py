@@ -48,8 +48,6 @@ def test_a_convolution() -> None:
     layer, x = nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 8, 6)
     forward = 2 * (2 * 8 * 6) * 4 * (3 * 3 * 3)
     assert flops(lambda: layer(x)) == {"float32": forward}
-    assert flops(lambda: layer(x).sum().backward()) == {"float32": 2 * forward}
-    assert flops(lambda: layer(x.requires_grad_()).sum().backward()) == {"float32": 3 * forward}
 
 
 def test_batches_of_matrices() -> None:

@@ -4,7 +4,6 @@ import pickle
 from pathlib import Path
 
 import pytest
-import torch
 from support.tables import scale_records
 
 from lightning_amp.findings import StepRecord
@@ -52,25 +51,6 @@ def test_a_broken_csv_is_named(tmp_path: Path, text: bytes, where: str) -> None:
     path.write_bytes(text)
     with pytest.raises(ValueError, match=rf"broken\.csv.*({where})"):
         ScaleHistory.from_csv(path)
-
-
-def test_a_csv_with_a_mark_in_front(tmp_path: Path) -> None:
-    history = ScaleHistory()
-    history.extend([StepRecord(0, 0, 4.0, 2.0, True, "gradient", "fp16")])
-    history.to_csv(tmp_path / "a.csv")
-    (tmp_path / "a.csv").write_bytes("\ufeff".encode() + (tmp_path / "a.csv").read_bytes())
-    assert list(ScaleHistory.from_csv(tmp_path / "a.csv")) == list(history)
-
-
-def test_continues_from_a_checkpoint(tmp_path: Path) -> None:
-    whole, head, tail = ScaleHistory(), ScaleHistory(), ScaleHistory()
-    records = scale_records({3: "gradient", 25: "gradient"}, 40)
-    whole.extend(records)
-    head.extend(records[:20])
-    torch.save(head.state_dict(), tmp_path / "state.pt")
-    tail.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    tail.extend(records[20:])
-    assert list(tail) == list(whole)
 
 
 def test_an_empty_history() -> None:
