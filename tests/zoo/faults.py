@@ -329,20 +329,6 @@ class Inner(Part):
         return self.second(self.first(x) / self.gain) * self.gain
 
 
-@fault("a hidden state that grows", "forward", "linear", "self.cell(state)", module="cell", remedy=BF16)
-class Recurrent(Ill):
-    def __init__(self, cured: bool) -> None:
-        super().__init__(cured, cell=nn.Linear(WIDTH, WIDTH))
-        with torch.no_grad():
-            self.cell.weight.copy_(torch.eye(WIDTH) * 4)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        state = self.encoder(batch)
-        for _ in range(12):
-            state = torch.tanh(self.cell(state)) if self.cured else self.cell(state)
-        return self.head(state / 1e7).float().square().mean()
-
-
 @fault(
     "labels with holes that are masked", "loss", "square", "(out * 1000).square()", data=holes,
     remedy=LOSS,
@@ -457,14 +443,6 @@ def policy(module: Any, batch: Tensor, cured: bool) -> Tensor:
     advantage = value.detach() * 0 + 1
     scaled = (advantage - advantage.mean()) / (advantage.std() + (1e-8 if cured else 0))
     return (scaled * value).mean()
-
-
-@fault("a class that is not there", "loss", "div", "1 / (counts", **DIVISOR)
-def reciprocal(module: Any, batch: Tensor, cured: bool) -> Tensor:
-    """Weights of classes, one of which does not occur."""
-    counts = torch.bincount((batch[:, 0] > 10).long(), minlength=2).float()
-    weights = 1 / (counts.clamp(min=1) if cured else counts)
-    return (module.head(module.encoder(batch)).float() * weights).mean()
 
 
 @fault("an expert without a token", "forward", "div", "self.count(", part="experts", loss=mean_of, **DIVISOR)
