@@ -188,15 +188,6 @@ class Transformer(Case):
         return self.head(self.body(self.inp(x[..., None])).mean(1))
 
 
-class Recurrent(Case):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.LSTM(1, 16, batch_first=True), nn.Linear(16, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x[..., None])[0][:, -1])
-
-
 class Convolutional(Case):
     def __init__(self) -> None:
         super().__init__()

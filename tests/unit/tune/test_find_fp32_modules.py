@@ -138,11 +138,9 @@ def test_the_rules_are_enough_and_none_can_be_left_out(
         (cases.Mlp, "fp16", 0.01),
         (cases.Mlp, "bf16", 0.05),
         (cases.Transformer, "bf16", 0.05),
-        (cases.Recurrent, "bf16", 0.05),
         (cases.Convolutional, "bf16", 0.05),
     ],
 )
-@pytest.mark.usefixtures("own_lstm")
 @pytest.mark.few(2)
 def test_healthy_modules_need_nothing(kind: type[LightningModule], precision: str, tolerance: float) -> None:
     found = find_fp32_modules(seeded(kind), cases.Rows, precision, tolerance=tolerance, trainer_kwargs=CPU)
