@@ -9,9 +9,6 @@ Articles about mixed precision claim how much faster well-known models train wit
 This page compares these claims with the results of `python -m benchmarks.headline`. It measures speed
 and memory of whole training steps by `Trainer.fit` on synthetic data. The arms are strict fp32, fp32 with TF32,
 Lightning's own bf16 and fp16 (`precision="bf16-mixed"`, `"16-mixed"`), and `AmpPrecision` in bf16, fp16 and fp8.
-`compare_precisions` measures the effect of a precision on the metrics of your own model.
-
-For each device, the first table shows each model with its usual batch, not compiled. The tables after it show all runs.
 """
 
 TINY = """\

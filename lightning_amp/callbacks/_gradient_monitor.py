@@ -164,6 +164,7 @@ class GradientMonitor(Observer):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._verdict:
             _messages.info(self._verdict)
+        self._verdict = ""
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -66,11 +67,8 @@ def _own_scaling(module: LightningModule) -> Iterator[str]:
                     " and skips already. Remove it, and call `self.manual_backward(loss)` and `optimizer.step()`"
                 )
     for step in ("training_step", "forward"):
-        if "autocast(" in _source(getattr(module, step)):
-            yield (
-                f"`{step}` uses `torch.autocast` itself, which overrides the plugin's inside it. If that is meant to"
-                " choose the precision, remove it; to keep a region in fp32 it is fine"
-            )
+        if re.search(r"autocast\((?!.*enabled=False)", _source(getattr(module, step))):
+            yield f"`{step}` uses `torch.autocast` itself, which overrides the plugin's inside it. Remove it"
 
 
 def _source(function: Any) -> str:

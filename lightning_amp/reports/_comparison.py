@@ -195,7 +195,8 @@ def describe_difference(row: ComparisonRow, exceeding: str, found: LostPrecision
     if exceeding:
         costs = f"mixed precision costs more than the tolerance in epoch {row.epoch}: {exceeding}"
         text = f"{text}; {costs}" if row.is_broken and f"`{row.metric}`" not in exceeding else costs
-    because = f"the first batches of the evaluation do not show why\n  {_NOT_TRIED}" if found is None else str(found)
+    unknown = f"the first batches of the evaluation do not show why\n  {_NOT_TRIED}; casts by hand stay as they are"
+    because = unknown if found is None else str(found)
     return f"`MetricComparison`: {text}" + (f"\n  {because}" if searched else "")
 
 

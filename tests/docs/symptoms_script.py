@@ -1,4 +1,4 @@
-"""Run by `test_symptoms.py`: `examples/symptoms.py` where a step takes as long as it says here, whatever else runs.
+"""Run by `test_examples.py`: `examples/symptoms.py` where a step takes as long as it says here, whatever else runs.
 
 The seconds of a race and the rates of the machine are planned: what the doctor says depends on them, and they depend on
 what else the machine does.

@@ -1,4 +1,4 @@
-"""Train in two gloo processes, one of which kills itself in mid-epoch. `test_ranks.py` runs this script."""
+"""Train in two gloo processes, one of which kills itself in mid-epoch. `test_killed.py` runs this script."""
 
 from __future__ import annotations
 
@@ -20,24 +20,21 @@ TIMEOUT_S = 120
 
 
 class Die(L.Callback):
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_rank == self.rank and trainer.global_step == 14:
-            (Path(sys.argv[2]) / "killed").touch()
+        if trainer.global_rank == 1 and trainer.global_step == 14:
+            (Path(sys.argv[1]) / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
     subprocess_script._ChildProcessObserver._run = lambda self: True  # it kills the survivor if it looks first
-    victim, folder = int(sys.argv[1]), Path(sys.argv[2])
+    folder = Path(sys.argv[1])
     callbacks = [Averaging(), Overflow([3, 12]), *ours(folder / "ours")]
     trainer = quiet_trainer(
         strategy=DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=TIMEOUT_S)), devices=2,
         plugins=[plugin_for("fp16")], num_sanity_val_steps=0, max_epochs=2, use_distributed_sampler=False,
-        callbacks=[*callbacks, Die(victim), Checkpoints(folder / "checkpoints", filename="{step}",
-                                                        every_n_train_steps=5, save_top_k=-1)],
+        callbacks=[*callbacks, Die(), Checkpoints(folder / "checkpoints", filename="{step}",
+                                                  every_n_train_steps=5, save_top_k=-1)],
         enable_checkpointing=True,
     )  # fmt: skip
     module = Net(fused_adamw)

@@ -52,12 +52,7 @@ def put(value: Any, *keys: str) -> Callable[[dict[str, Any]], None]:
 SCALER = ("AmpPrecision", "scaler")
 IN_PLUGIN = [
     *[((*SCALER, "scale"), value, "a finite number above 0") for value in (0.0, -1.0, NAN, INF, "256", [256.0])],
-    ((*SCALER, "scale"), None, "has no entry"),
     ((*SCALER, "growth_interval"), 0, "a whole number of 1 or more"),
-    ((*SCALER, "growth_factor"), NAN, "a finite number above 0"),
-    ((*SCALER, "_growth_tracker"), 1.5, "a whole number of 0 or more"),
-    ((*SCALER, "max_scale"), -INF, "a finite number above 0"),
-    ((*SCALER, "max_consecutive_skips"), 0, "a whole number of 1 or more"),
     (SCALER, [1], "a dictionary"),
     (SCALER, None, "has no entry"),
     (("AmpPrecision",), [1], "a dictionary"),

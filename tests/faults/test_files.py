@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-from support import warm
 from support.resuming import assert_equal, everything, plugin_for, train
 from support.stores import Bucket
 
@@ -20,27 +19,11 @@ from lightning_amp import OverflowLocator, ScaleMonitor
 from lightning_amp._files import LEFTOVER, write_atomically
 from lightning_amp.reports import ScaleHistory
 
-HERE = Path(__file__).parent
 CALLBACKS: dict[str, Callable[[Any], L.Callback]] = {
     "ScaleMonitor": lambda folder: ScaleMonitor(dirpath=folder),
     "OverflowLocator": lambda folder: OverflowLocator(dirpath=folder),
 }
 SETTINGS: dict[str, Any] = {"gradient": [3, 12], "nan": [5, 6], "every_n_steps": 5}
-
-
-def below_a_file(tmp_path: Path) -> Path:
-    (tmp_path / "file").write_text("")
-    return tmp_path / "file" / "out"
-
-
-def a_file(tmp_path: Path) -> Path:
-    (tmp_path / "out").write_text("")
-    return tmp_path / "out"
-
-
-def dangling(tmp_path: Path) -> Path:
-    (tmp_path / "out").symlink_to(tmp_path / "nowhere" / "at" / "all")
-    return tmp_path / "out"
 
 
 def warnings_of(callback: Any, tmp_path: Path) -> list[str]:
@@ -54,10 +37,10 @@ def warnings_of(callback: Any, tmp_path: Path) -> list[str]:
     return [str(w.message) for w in caught if "could not write" in str(w.message)]
 
 
-@pytest.mark.parametrize("where", [below_a_file, a_file, dangling])
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_an_unwritable_folder(name: str, where: Callable[[Path], Path], tmp_path: Path) -> None:
-    folder = where(tmp_path)
+def test_an_unwritable_folder(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "out"
     callback = CALLBACKS[name](folder)
     texts = warnings_of(callback, tmp_path)
     assert len(texts) == 1
@@ -100,14 +83,6 @@ def test_a_folder_that_vanishes(name: str, tmp_path: Path) -> None:
         assert list(ScaleHistory.from_csv(tmp_path / "out" / "scale_history.csv")) == list(callback.history)
     else:
         assert {p.name for p in (tmp_path / "out").iterdir()} == {"overflow_step00012_rank0.json"}
-
-
-def test_a_full_disk(tmp_path: Path) -> None:
-    """A separate process limits the size of files, so that a real write fails halfway."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])}
-    done = warm.run_script(HERE / "full_disk_script.py", tmp_path, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert done.stdout.splitlines() == ["ScaleMonitor: 1 warning", "OverflowLocator: 1 warning", "bit-identical"]
 
 
 def test_the_umask_is_the_users(tmp_path: Path) -> None:

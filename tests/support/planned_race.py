@@ -36,15 +36,11 @@ def planned_race(step_ms: Callable[[Any], Mapping[str, float]]) -> Callable[...,
             contestant.round(track, 1)
         ran = [contestant.result() for contestant in contestants]
         assert [variant.error for variant in ran if variant.error or len(variant.step_s) != 1] == []
-        planned = step_ms(track.data_module)
+        planned, rounds = step_ms(track.data_module), {AS_IT_IS: ROUNDS}
         return tuple(
-            Variant(v.label, tuple(planned[v.label] * share / 1e3 for share in _rounds(v.label)))
+            Variant(v.label, tuple(planned[v.label] * share / 1e3 for share in rounds.get(v.label, ROUNDS[::-1])))
             for v in ran
             if v.label in planned
         )
 
     return race
-
-
-def _rounds(label: str) -> tuple[float, ...]:
-    return ROUNDS if label == AS_IT_IS else ROUNDS[::-1]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -92,13 +90,6 @@ class FailsInFp16(Waves):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.precision_plugin.precision == "16-mixed":
             raise ArithmeticError("no fp16 here | really\nnot")
-
-
-def dies() -> L.LightningModule:
-    sys.stdout.write("a line of the user's own\n")
-    sys.stdout.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
 
 
 def sleeps() -> L.LightningModule:

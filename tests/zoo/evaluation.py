@@ -6,7 +6,6 @@ the error in half precision. `entries(Evaluated, "ill")` and `entries(Evaluated,
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -121,37 +120,6 @@ class Rotary(nn.Module):
         return turned(x, angles.cos(), angles.sin())
 
 
-@case(
-    "angles by a product", part="rope", middle=lambda m, hidden, batch: turned(hidden, *m.rope(batch["position"])),
-    module="rope", cure=in_fp32("rope"),
-)  # fmt: skip
-class Frequencies(nn.Module):
-    """A product of positions and frequencies, which autocast computes in half precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("frequencies", 10.0 ** -torch.arange(8.0))
-
-    def forward(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position.float()[:, None] @ self.frequencies[None].float()
-        return angles.cos(), angles.sin()
-
-
-@case(
-    "time steps", part="time", middle=lambda m, hidden, batch: hidden + m.time(hidden, batch["position"]),
-    module="time", cure=in_fp32("time"),
-)  # fmt: skip
-class TimeEmbedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        frequencies = torch.exp(-math.log(1e4) * torch.arange(8, device=x.device) / 8).to(x.dtype)
-        angles = t.to(x.dtype)[:, None] * frequencies
-        return self.fc(torch.cat([angles.sin(), angles.cos()], -1))
-
-
 class Positions(nn.Module):
     """Indices above 256 that are cast to bfloat16."""
 
@@ -180,35 +148,6 @@ class LooksUpWithMetric(LooksUp):
         self.log("val_error", self.error)
 
 
-def differences(module: Any, hidden: Tensor, batch: Batch) -> Tensor:
-    sums = module.sums(hidden.repeat(1, 20).abs() + 1)
-    return (sums[:, 1:17] - sums[:, :16]) + (sums[:, -16:] - sums[:, -17:-1])
-
-
-@case("running sums", part="sums", middle=differences, module="sums", cure=in_fp32("sums"))
-class RunningSum(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        total, sums = torch.zeros_like(x[:, 0]), []
-        for column in range(x.shape[1]):
-            total = total + x[:, column]
-            sums.append(total)
-        return torch.stack(sums, 1)
-
-
-class Kelvin(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 300.0
-
-
-@case("a constant in a module", module="kelvin", cure=in_fp32("kelvin"))
-class Temperatures(Case):
-    def __init__(self) -> None:
-        super().__init__(kelvin=Kelvin())
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self.kelvin(super().forward(batch))
-
-
 class Loud(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if self.training else x * 3e5
@@ -225,14 +164,7 @@ def attend(module: Any, hidden: Tensor, batch: Batch) -> Tensor:
     return module.attention(hidden, batch["allowed"])
 
 
-def hide_a_row(rows: Rows) -> None:
-    rows[BATCH_SIZE * 3 + 1]["allowed"].fill_(False)
-
-
 @case("attends", part="attention", middle=attend)
-@case(
-    "a masked row", part="attention", middle=attend, in_fp32_too=True, spoil=hide_a_row,
-)  # fmt: skip
 class Attention(nn.Module):
     def forward(self, x: Tensor, allowed: Tensor) -> Tensor:
         scores = (x @ x.T).masked_fill(~allowed[:, None].expand(-1, len(x)), float("-inf"))
@@ -299,10 +231,6 @@ def spoil_a_target(rows: Rows) -> None:
     rows[BATCH_SIZE * 2 + 1]["y"][:] = float("nan")
 
 
-def spoil_an_input(rows: Rows) -> None:
-    rows[BATCH_SIZE + 1]["x"][1:3] = float("inf")
-
-
 case("NaN targets", in_fp32_too=True, names=("batch['y']",), spoil=spoil_a_target)(Case)
 
 
@@ -312,10 +240,6 @@ case("small")(Case)
 
 
 @case("deep")
-@case(
-    "infinite inputs", in_fp32_too=True, names=("batch['x']",),
-    spoil=spoil_an_input,
-)  # fmt: skip
 class Deep(Case):
     def __init__(self) -> None:
         body = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.GELU())])

@@ -10,6 +10,7 @@ from support.synthetic import curve, make_run
 
 import lightning_amp
 from lightning_amp.compare import Run, Spec
+from lightning_amp.compare._spec import versions
 from zoo.compared import TRAINER, Sea, Waves
 
 
@@ -75,10 +76,4 @@ def compare(executor: Any, precisions: Any = ("fp32", "bf16"), **kwargs: Any) ->
     return lightning_amp.compare_precisions(changes.pop("module", Waves), Sea, precisions, **changes)
 
 
-def _versions() -> dict[str, str]:
-    from lightning_amp.compare._spec import versions
-
-    return versions()
-
-
-VERSIONS = _versions()
+VERSIONS = versions()

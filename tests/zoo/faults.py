@@ -229,37 +229,6 @@ class Attention(Part):
         return self.proj(torch.softmax(scores.float() / 1e4, -1) @ x)
 
 
-@fault("an activation of 1e5", "forward", "mul", "* self.by", part="middle", remedy=BF16)
-class Amplifier(Part):
-    def forward(self, x: Tensor) -> Tensor:
-        self.by = 10.0 if self.cured else 1e5
-        return x / x.detach().abs().max() * self.by
-
-
-@fault(
-    "a square in half", "forward", "sum", ".pow(2).sum(", part="energy", loss=mean_of, remedy="fp32_modules"
-)  # fmt: skip
-class Energy(Part):
-    def forward(self, x: Tensor) -> Tensor:
-        x = 200 * x / x.detach().abs().max()
-        return (x.float() if self.cured else x).pow(2).sum(-1, keepdim=True).sqrt() / 100
-
-
-@fault("an RMSNorm in half", "forward", "pow", "wide.pow(2)", part="norm", remedy=BF16)
-class RmsNorm(Part):
-    """A norm by hand, in the dtype of its input."""
-
-    def __init__(self, cured: bool) -> None:
-        super().__init__(cured)
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(x)
-        x = x / x.detach().abs().max() * 400
-        wide = x.float() if self.cured else x
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
 @fault(
     "squared distances in half", "forward", "mul", "(x * x).sum(-1)", part="distances", loss=mean_of,
     remedy="fp32_modules",
@@ -271,16 +240,6 @@ class Distances(Part):
         x = x / x.detach().abs().max() * (1 if self.cured else 300)
         squares = (x * x).sum(-1)
         return (squares[:, None] + squares[None] - 2 * x @ x.T).float().mean(-1, keepdim=True) / 1e5
-
-
-@fault(
-    "a softplus by hand", "forward", "exp", "torch.exp(x", part="soft",
-    says="keep the argument of `exp` small", remedy=BF16,
-)  # fmt: skip
-class SoftPlus(Part):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x / x.detach().abs().max() * 30
-        return F.softplus(x) if self.cured else torch.log(1 + torch.exp(x.half() if x.dtype == torch.float16 else x))
 
 
 @fault("a learned temperature", "forward", "to", ".to(torch.float16)", part="calibrated", says="float32")
@@ -297,7 +256,10 @@ class Calibrated(Part):
         )
 
 
-@fault("the log-variance of a VAE", "loss", "exp", "log_var.exp()", remedy=LOSS)
+@fault(
+    "the log-variance of a VAE", "loss", "exp", "log_var.exp()", remedy=LOSS,
+    says="keep the argument of `exp` small (`.clamp(max=...)`) (not tried)",
+)  # fmt: skip
 def kl(module: Any, batch: Tensor, cured: bool) -> Tensor:
     """An unbounded function."""
     z = module.encoder(batch)
@@ -317,14 +279,6 @@ def small_epsilon(module: Any, batch: Tensor, cured: bool) -> Tensor:
     z = z * (torch.arange(len(z)) > 0)[:, None].to(z.dtype)
     norm = z.abs().sum(-1, keepdim=True) + (1e-3 if cured else 1e-8)
     return module.head(z / norm).float().square().mean()
-
-
-@fault("a running sum in half", "loss", "cumsum", ".cumsum(0)")
-def sum_in_half(module: Any, batch: Tensor, cured: bool) -> Tensor:
-    z = module.encoder(batch)
-    error = (z - z.detach() + 400) * 1.0
-    error = error.half() if not cured else error.float()
-    return error.repeat(64, 1).cumsum(0)[-1].float().square().mean() * 1e-12
 
 
 @fault(
@@ -375,20 +329,6 @@ class Inner(Part):
         return self.second(self.first(x) / self.gain) * self.gain
 
 
-@fault("a hidden state that grows", "forward", "linear", "self.cell(state)", module="cell", remedy=BF16)
-class Recurrent(Ill):
-    def __init__(self, cured: bool) -> None:
-        super().__init__(cured, cell=nn.Linear(WIDTH, WIDTH))
-        with torch.no_grad():
-            self.cell.weight.copy_(torch.eye(WIDTH) * 4)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        state = self.encoder(batch)
-        for _ in range(12):
-            state = torch.tanh(self.cell(state)) if self.cured else self.cell(state)
-        return self.head(state / 1e7).float().square().mean()
-
-
 @fault(
     "labels with holes that are masked", "loss", "square", "(out * 1000).square()", data=holes,
     remedy=LOSS,
@@ -429,18 +369,6 @@ class Generator(Ill):
 
 
 @fault(
-    "0/0 in a normalisation", "forward", "div", "out / length", in_fp32="not finite",
-    data=lambda cured: edited(lambda data: data[5].zero_()),
-    says="an epsilon in the divisor", never=("bf16", "fp32_modules", "scale"),
-)  # fmt: skip
-def normalised(module: Any, batch: Tensor, cured: bool) -> Tensor:
-    out = module.encoder(batch).float() * (batch.abs().sum(1, keepdim=True) > 0)
-    length = out.square().sum(-1, keepdim=True)
-    unit = out / (length + 1e-6) if cured else out / length
-    return (module.head(unit).float() ** 2).mean()
-
-
-@fault(
     "a logarithm of 0", "loss", "log", "torch.log(", in_fp32="not finite",
     says="an epsilon in the argument of `log`", never=("bf16", "fp32_modules"),
 )  # fmt: skip
@@ -453,37 +381,16 @@ def log_of_zero(module: Any, batch: Tensor, cured: bool) -> Tensor:
 ROOT = EPSILON | {"never": ("bf16", "fp32_modules", "nothing, if")}
 
 
-@fault("a root at 0 in a distance", "backward", "sqrt", "torch.sqrt(", **ROOT)
-@fault("a root at 0 in bf16", "backward", "sqrt", "torch.sqrt(", precision="bf16", **ROOT)
+@fault("a root at 0 in fp32", "backward", "sqrt", "torch.sqrt(", precision="fp32", **ROOT)
+@fault(
+    "a root at 0 in bf16", "backward", "sqrt", "torch.sqrt(", precision="bf16",
+    **ROOT | {"says": "; no precision helps"},
+)  # fmt: skip
 def distance(module: Any, batch: Tensor, cured: bool) -> Tensor:
     """The derivative of a root at 0: the diagonal of a matrix of distances."""
     z = module.encoder(batch).float()
     squared = (z[:, None] - z[None]).square().sum(-1)
     return torch.sqrt(squared + 1e-6 if cured else squared).mean()
-
-
-PENALTY = EPSILON | {"never": ("bf16", "nothing, if")}
-
-
-@fault("a penalty at 0", "backward", "sqrt", ".sqrt()", **PENALTY)
-@fault("a penalty at 0 in fp32", "backward", "sqrt", ".sqrt()", precision="fp32", **PENALTY)
-def penalty(module: Any, batch: Tensor, cured: bool) -> Tensor:
-    """A gradient penalty whose norm is 0."""
-    out = module.head(module.encoder(batch)).float()
-    flat = out * 0
-    length = (flat.square().sum(-1) + 1e-12).sqrt() if cured else flat.square().sum(-1).sqrt()
-    return ((length - 1) ** 2).mean() + out.square().mean()
-
-
-@fault("a root behind where", "backward", "sqrt", "torch.sqrt(safe)", **EPSILON | {
-    "says": "`torch.where` behind it does not help"
-})  # fmt: skip
-def root_behind_where(module: Any, batch: Tensor, cured: bool) -> Tensor:
-    """`where` hides the value, but not the derivative."""
-    x = module.encoder(batch).float()
-    x = x * (x > 0)
-    safe = torch.where(x > 0, x, torch.ones_like(x)) if cured else x
-    return torch.where(x > 0, torch.sqrt(safe), torch.zeros_like(x)).mean()
 
 
 @fault("a root of a negative number", "loss", "sqrt", "torch.sqrt(", **EPSILON | {"says": "below 0"})
@@ -509,23 +416,6 @@ def power(module: Any, batch: Tensor, cured: bool) -> Tensor:
     return torch.pow(p + 1e-6 if cured else p, 0.5).mean()
 
 
-@fault("a cross-entropy by hand", "loss", "log", "torch.log(torch.softmax", **EPSILON | {
-    "says": "an epsilon in the argument of `log`"
-})  # fmt: skip
-def cross_entropy_by_hand(module: Any, batch: Tensor, cured: bool) -> Tensor:
-    logits = module.encoder(batch).float() * 400
-    if cured:
-        return -torch.log_softmax(logits, -1)[:, 0].mean()
-    return -torch.log(torch.softmax(logits, -1))[:, 0].mean()
-
-
-@fault("an entropy", "loss", "log", "torch.log(", **EPSILON)
-def entropy(module: Any, batch: Tensor, cured: bool) -> Tensor:
-    """p log p with a probability of 0."""
-    p = torch.softmax(module.encoder(batch).float() * 400, -1)
-    return (p * torch.log(p + 1e-6 if cured else p)).sum(-1).mean()
-
-
 @fault("two optimizers", "loss", "log", "torch.log(p)", says="an epsilon", **WRONG)
 class Gan(Ill):
     """The logarithm of a probability of 0."""
@@ -547,31 +437,12 @@ class Gan(Ill):
         return [torch.optim.SGD(part.parameters(), lr=1e-3) for part in (self.encoder, self.critic)]
 
 
-@fault("a fault after the scale has settled", "loss", "log", "torch.log(loss.detach() * 0)", says="an epsilon", **WRONG)
-class Late(Ill):
-    """Healthy except for one batch in the second epoch."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = mse(self, batch) * 30
-        if self.current_epoch == 1 and batch_idx == 2 and not self.cured:
-            loss = loss + torch.log(loss.detach() * 0) * loss
-        return loss
-
-
 @fault("advantages that are all equal", "loss", "div", "advantage.std()", precision="bf16", **DIVISOR)
 def policy(module: Any, batch: Tensor, cured: bool) -> Tensor:
     value = module.head(module.encoder(batch)).float().squeeze(-1)
     advantage = value.detach() * 0 + 1
     scaled = (advantage - advantage.mean()) / (advantage.std() + (1e-8 if cured else 0))
     return (scaled * value).mean()
-
-
-@fault("a class that is not there", "loss", "div", "1 / (counts", **DIVISOR)
-def reciprocal(module: Any, batch: Tensor, cured: bool) -> Tensor:
-    """Weights of classes, one of which does not occur."""
-    counts = torch.bincount((batch[:, 0] > 10).long(), minlength=2).float()
-    weights = 1 / (counts.clamp(min=1) if cured else counts)
-    return (module.head(module.encoder(batch)).float() * weights).mean()
 
 
 @fault("an expert without a token", "forward", "div", "self.count(", part="experts", loss=mean_of, **DIVISOR)
@@ -630,15 +501,6 @@ def advantage(module: Any, batch: Tensor, cured: bool) -> Tensor:
     return ((value - value.mean()) / spread).mean() + value.square().mean()
 
 
-@fault("the ratio of a policy gradient", "loss", "exp", "torch.exp(", **WRONG)
-def huge_ratio(module: Any, batch: Tensor, cured: bool) -> Tensor:
-    """PPO: the exponential of a difference of logarithms."""
-    new = module.head(module.encoder(batch)).float().squeeze(-1)
-    difference = new - (new.detach() - 120)
-    ratio = torch.exp(difference.clamp(max=20) if cured else difference)
-    return (ratio * batch[:, 0]).mean()
-
-
 @fault(
     "a row that is masked entirely", "loss", "softmax", "torch.softmax(scores",
     **MASK | {"never": ("bf16", "fp32_modules", "scale")},
@@ -653,18 +515,6 @@ def masked_row(module: Any, batch: Tensor, cured: bool) -> Tensor:
     scores = scores.masked_fill(~keep, float("-inf"))
     weights = torch.softmax(scores, -1)
     return (weights @ z.float()).float().square().mean()
-
-
-@fault("two masks that hide a row", "forward", "softmax", "torch.softmax(scores", part="masks", **MASK)  # fmt: skip
-class Masks(Part):
-    """The sum of a causal mask and a padding mask, which masks all of a row."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        causal = torch.full((len(x), len(x)), float("-inf")).triu(1)
-        padding = torch.zeros(len(x))
-        padding[0] = torch.finfo(torch.float16).min if self.cured else float("-inf")
-        scores = (x @ x.T).float() + causal + padding
-        return torch.softmax(scores, dim=-1) @ x.float()
 
 
 @fault(
@@ -689,7 +539,8 @@ class Student(Ill):
 
 @fault(
     "an outlier whose square leaves float32", "forward", "square", ".square()", in_fp32="not finite", precision="bf16",
-    data=with_row(6, 1e25), says="an outlier in the data", never=("bf16", "'fp32'"),
+    data=with_row(6, 1e25), says="an outlier in the data, or weights that grow (not tried); no precision helps",
+    never=("bf16", "'fp32'"),
 )  # fmt: skip
 def outlier(module: Any, batch: Tensor, cured: bool) -> Tensor:
     powers = F.layer_norm(batch.square() if not cured else batch.clamp(-5, 5).square(), (WIDTH,))
@@ -751,7 +602,6 @@ BAD_BATCH: dict[str, Any] = {"in_fp32": "not finite", "module": "encoder.0", "sa
 
 
 @fault("a batch with NaN", "batch", data=with_row(6, float("nan")), **BAD_BATCH)
-@fault("a batch with infinity in bf16", "batch", precision="bf16", data=with_row(6, float("inf")), **BAD_BATCH)
 def healthy(module: Any, batch: Tensor, cured: bool) -> Tensor:
     return mse(module, batch)
 

@@ -7,7 +7,6 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 SIZE = 8
@@ -91,30 +90,6 @@ class RootMeanSquare(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.gain
 
 
-class TimeEmbedding(nn.Module):
-    """A phase of some hundred, which bf16 rounds to whole numbers."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.frequencies = nn.Linear(1, width)
-        nn.init.uniform_(self.frequencies.weight, 0.0, 1.0)
-
-    def forward(self, time: Tensor) -> Tensor:
-        return torch.sin(self.frequencies(time))
-
-
-class Cosine(nn.Module):
-    """Similarities that a low temperature makes large."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.projection = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = F.normalize(self.projection(x), dim=-1)
-        return z @ z.T
-
-
 # -- with a culprit ----------------------------------------------------------------------------------------------------
 
 
@@ -141,6 +116,18 @@ class Two(Case):
         return self.head(self.two(self.between(self.one(self.inp(x)))))
 
 
+class InARow(Case):
+    """Three of five layers are culprits of different kinds; their names differ only in a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        body = [LargeInside(16), nn.Linear(16, 16), LargeScores(16), nn.Linear(16, 16), LargeInside(16)]
+        self.inp, self.body, self.head = nn.Linear(SIZE, 16), nn.Sequential(*body), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.inp(x)))
+
+
 class Normalised(Case):
     def __init__(self) -> None:
         super().__init__()
@@ -163,40 +150,6 @@ class LargeActivations(Case):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(self.norm(self.inp(x))).tanh())
-
-
-class Denoiser(Case):
-    def __init__(self) -> None:
-        super().__init__()
-        self.time, self.inp = TimeEmbedding(16), nn.Linear(SIZE, 16)
-        self.body = nn.Sequential(nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self.inp(x) + self.time(500 + 100 * x[:, :1]))
-
-
-class Contrastive(Case):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.similarity = nn.Linear(SIZE, 32), Cosine(32)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        views = torch.cat([batch, batch.flip(1)])
-        logits = self.similarity(self.encoder(views))[: len(batch), len(batch) :]
-        return F.cross_entropy(logits.float() / 0.02, torch.arange(len(batch)))
-
-
-class LargeLogits(Case):
-    """A head whose logits overflow fp16; the body is healthy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Sequential(nn.Linear(SIZE, 32), nn.ReLU()), nn.Linear(32, 20)
-        nn.init.normal_(self.head.weight, std=1e5)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        target = (batch[:, 0].abs() * 10).long().clamp(max=19)
-        return F.cross_entropy(self.head(self.body(batch)).float() / 1e4, target)
 
 
 class OnlyValidation(Case):
@@ -233,15 +186,6 @@ class Transformer(Case):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(self.inp(x[..., None])).mean(1))
-
-
-class Recurrent(Case):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.LSTM(1, 16, batch_first=True), nn.Linear(16, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x[..., None])[0][:, -1])
 
 
 class Convolutional(Case):

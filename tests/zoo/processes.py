@@ -53,6 +53,8 @@ class DiesOnce(Waves):
 
     def __init__(self) -> None:
         super().__init__()
+        sys.stdout.write("a line of the user's own\n")
+        sys.stdout.flush()
         seed = torch.initial_seed()
         mark = Path(os.environ["DIED"]) / str(seed)
         self.moment = MOMENTS[seed] if seed < len(MOMENTS) and not mark.exists() else ""

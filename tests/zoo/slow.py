@@ -169,23 +169,6 @@ class SlowItems(Dataset[Any]):
         return torch.ones(sized(512)), index % 10
 
 
-class ManyItems(Dataset[Any]):
-    """So many small items that collecting them takes most of the time."""
-
-    x, y = torch.randn(200_000, 16), torch.zeros(200_000, dtype=torch.long)
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.x[index], self.y[index]
-
-
-class ManyItemsAtOnce(ManyItems):
-    def __getitems__(self, indices: list[int]) -> Any:
-        return self.x[indices], self.y[indices]
-
-
 class Casting(nn.Module):
     """Casts to float32 and back around every layer."""
 
@@ -236,33 +219,6 @@ class AutocastOff(nn.Module):
             return self.net(x)
         with torch.autocast("cpu", enabled=False):
             return self.net(x.float())
-
-
-class Product(torch.autograd.Function):
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        return grads[0] @ w.T, x.T @ grads[0]
-
-
-class OwnProduct(nn.Module):
-    def __init__(self, own: bool) -> None:
-        super().__init__()
-        self.weight, self.head, self.own = (
-            nn.Parameter(torch.randn(sized(512), sized(1024)) / 32),
-            mlp(inputs=1024),
-            own,
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(Product.apply(x, self.weight) if self.own else x @ self.weight)
 
 
 class InDouble(nn.Module):
@@ -359,11 +315,6 @@ slow(
     cured={"make_data": lambda: Loaded(SlowItems(), batch_size=32, num_workers=16, persistent_workers=True)},
 )  # fmt: skip
 slow(
-    "a data set of many small items", "data-bound", lambda: Project(mlp(64, 3, 16)),
-    lambda: Loaded(ManyItems(), batch_size=2048),
-    cured={"make_data": lambda: Loaded(ManyItemsAtOnce(), batch_size=2048, collate_fn=tuple)}, precision="fp32",
-)  # fmt: skip
-slow(
     "a tiny perceptron", "model-too-small", lambda: Project(mlp(16, 3, 8)), rows(4, 8), cured={"precision": "fp32"}
 )  # fmt: skip
 slow(
@@ -381,10 +332,6 @@ slow(
 slow(
     "autocast turned off", "autocast-off", lambda: Project(AutocastOff(True)), rows(256, 512),
     lambda: Project(AutocastOff(False)),
-)  # fmt: skip
-slow(
-    "a function that casts to float32", "autocast-off", lambda: Project(OwnProduct(True)), rows(256, 512),
-    lambda: Project(OwnProduct(False)),
 )  # fmt: skip
 slow(
     "attention with dropout", "autocast-off", lambda: Project(Transformer(0.1)), rows(4, 256, 256),
@@ -475,14 +422,8 @@ def convolutions() -> nn.Sequential:
     )  # fmt: skip
 
 
-class Auto(Project):
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.net(x).float(), x)
-
-
 healthy("a perceptron", lambda: Project(mlp()), rows(512, 512))
 healthy("a transformer", lambda: Project(Transformer()), rows(16, 64, 256))
-healthy("an autoencoder", lambda: Auto(mlp(1024, 4, 512, 512)), rows(512, 512))
 healthy("a contrastive learner", lambda: Contrastive(mlp(1024, 3, 512, 128)), rows(512, 512))
 healthy("two adversarial networks", Adversarial, rows(512, 512))
 healthy("an LSTM", lambda: Project(LongShort()), rows(64, 16, 256))

@@ -152,10 +152,6 @@ def everything_of(model: Everything, trainer: pl.Trainer, logger: Recorder | Non
     optimizer = trainer.optimizers[0]
     checkpoint: Any = trainer.checkpoint_callback
     early: Any = trainer.early_stopping_callback
-    states = {
-        name: [value.tolist() if isinstance(value, Tensor) else value for value in vars(metric).get("_defaults", {})]
-        for name, metric in model.named_modules()
-    }
     metric_values = {
         f"{name}.{key}": torch.as_tensor(getattr(metric, key)).tolist()
         for name, metric in model.named_modules()
@@ -168,7 +164,6 @@ def everything_of(model: Everything, trainer: pl.Trainer, logger: Recorder | Non
             for i, state in enumerate(optimizer.state.values())
         },
         "lr": [group["lr"] for group in optimizer.param_groups],
-        "metric_names": states,
         "metric_values": metric_values,
         "lists": (len(model.errors), model.history, model.seen),
         "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),  # type: ignore

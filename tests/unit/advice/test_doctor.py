@@ -53,14 +53,12 @@ def test_module_and_random_state_are_as_before() -> None:
     assert set(vars(data)) == set(vars(Data()))
 
 
-def test_it_prints_and_warns_nothing(capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
-    examined()
+def test_every_step_is_trained_its_parts_add_up_and_nothing_is_printed(
+    capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    step = examined().step
     assert capsys.readouterr() == ("", "")
     assert len(recwarn) == 0
-
-
-def test_every_step_is_trained_and_its_parts_add_up() -> None:
-    step = examined().step
     assert step.num_timed >= 3
     assert {"data", "forward", "backward", "optimizer"} <= set(step.parts)
     assert all(seconds > 0 for seconds in step.parts.values())
@@ -86,31 +84,23 @@ def test_anything_that_is_an_arm(precision: Any, name: str) -> None:
     assert step.recorded.flops.keys() == {dtype}
 
 
-def test_schedules_that_ask_how_many_steps_there_are() -> None:
+def test_a_short_epoch_and_schedules_that_ask_for_its_length_and_wait_for_validation() -> None:
     class Scheduled(Toy):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), 0.1)
-            total = int(self.trainer.estimated_stepping_batches)
-            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)]
-
-    assert examined(Scheduled).step.num_timed
-
-
-def test_a_short_epoch_and_a_schedule_that_waits_for_validation() -> None:
-    class Plateau(Toy):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_loss", self.loss(batch))
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), 0.1)
-            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+            total = int(self.trainer.estimated_stepping_batches)
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return [optimizer], [cycle, {"scheduler": plateau, "monitor": "val_loss"}]
 
     class Both(Data):
         def val_dataloader(self) -> Any:
             return batches(2)
 
-    assert examined(Plateau, lambda: Both(2)).step.num_timed >= 3
+    assert examined(Scheduled, lambda: Both(2)).step.num_timed >= 3
 
 
 def test_exceptions_of_the_users_code_are_raised() -> None:

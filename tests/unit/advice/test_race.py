@@ -49,37 +49,28 @@ def test_one_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("round_s", "turns"),
+    ("round_s", "known_s", "turns"),
     [
-        (0.01, "abcde edcba " * 4 + "abcde"),
-        (1.0, "abcde edcba abcde"),  # nine rounds would take too long
-        (10.0, "abcde"),  # a second round would, too
+        (0.01, 0.0, "abcde edcba " * 4 + "abcde"),
+        (1.0, 0.0, "abcde edcba abcde"),  # nine rounds would take too long
+        (10.0, 0.0, "abcde"),  # a second round would, too
+        (2.0, 2.0, "abc cba abc"),  # of long steps, fewer variants run one lap
     ],
 )
-def test_the_budget_decides_how_many_rounds(round_s: float, turns: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, ran = [0.0], list[str]()
-
-    def turn(self: Contestant, *arguments: Any) -> None:
-        now[0] += round_s
-        ran.append(self.label)
-
-    monkeypatch.setattr(Contestant, "round", turn)
-    monkeypatch.setattr(_race.time, "perf_counter", lambda: now[0])
-    assert [variant.label for variant in race([contestant(label) for label in "abcde"], TRACK)] == [*"abcde"]
-    assert "".join(ran) == turns.replace(" ", "")
-
-
-def test_of_long_steps_fewer_variants_run_one_lap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_decides_how_many_rounds(
+    round_s: float, known_s: float, turns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now, ran = [0.0], list[Any]()
 
     def turn(self: Contestant, track: Any, laps: int) -> None:
-        now[0] += 2.0
+        now[0] += round_s
         ran.append((self.label, laps))
 
     monkeypatch.setattr(Contestant, "round", turn)
     monkeypatch.setattr(_race.time, "perf_counter", lambda: now[0])
-    race([contestant(label) for label in "abcde"], TRACK, known_s=2.0)
-    assert ran == [(label, 1) for label in "abc" + "cba" + "abc"]
+    found = race([contestant(label) for label in "abcde"], TRACK, known_s=known_s)
+    assert [variant.label for variant in found] == [*"abcde"]
+    assert ran == [(label, 1 if known_s else _race._LAPS) for label in turns.replace(" ", "")]
 
 
 @pytest.mark.parametrize(("noise", "rounds"), [(0.01, 9), (0.9, 18)])
@@ -114,12 +105,13 @@ def test_an_optimizer_that_is_made_fused_steps_as_one_that_was(make: Any) -> Non
     torch.testing.assert_close(weights(True), weights(False), rtol=0, atol=0)
 
 
-def test_which_optimizers_can_be_fused() -> None:
-    own = [nn.Parameter(torch.ones(2))]
+def test_which_optimizers_can_be_fused(device: torch.device) -> None:
+    own = [nn.Parameter(torch.ones(2, device=device))]
     assert can_fuse(torch.optim.AdamW(own))
     assert not can_fuse(torch.optim.AdamW(own, fused=True))
     assert not can_fuse(torch.optim.AdamW(own, foreach=True))  # somebody chose that
     assert not can_fuse(torch.optim.RMSprop(own))
+    assert can_fuse(torch.optim.Adagrad(own)) == (device.type == "cpu")
     assert not can_fuse(type("Mine", (torch.optim.AdamW,), {})(own))
 
 
@@ -135,13 +127,6 @@ def test_a_contestant_turns_on_fused() -> None:
     contestant("fused=True", fused).round(TRACK, 1)
     assert not any(plain.fused)
     assert fused.fused == [True]
-
-
-def test_optimizers_can_be_fused_wherever_torch_has_a_kernel(device: torch.device) -> None:
-    parameters = [torch.nn.Parameter(torch.ones(2, device=device))]
-    assert can_fuse(torch.optim.AdamW(parameters))
-    assert not can_fuse(torch.optim.AdamW(parameters, fused=True))
-    assert can_fuse(torch.optim.Adagrad(parameters)) == (device.type == "cpu")
 
 
 # -- the steps that are timed ------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ def test_some_steps_settle_some_are_timed_one_is_recorded() -> None:
     assert seen.num_timed == 4
     assert seen.batch_size == 4
     assert len(watch.batches) == 4
+    assert seen.loading == Loading(0)
     assert seen.optimizers == (OptimizerFacts("SGD", True, seen.num_parameters),)
     assert {o.part for o in seen.recorded.operations} >= {FORWARD, BACKWARD, OPTIMIZER}
 
@@ -99,11 +100,6 @@ def test_manual_optimization_and_accumulation() -> None:
     for _, seen, _ in (watched(Manual()), watched(Toy(), accumulate_grad_batches=2)):
         parts = [o.part for o in seen.recorded.operations]
         assert {FORWARD, BACKWARD, OPTIMIZER} <= set(parts)
-
-
-def test_the_loader() -> None:
-    _, seen, _ = watched(Toy(), loader=batches(2))
-    assert seen.loading == Loading(0)
 
 
 def test_a_closure_inside_of_the_optimizers_step_is_not_its_time() -> None:

@@ -193,6 +193,17 @@ def test_without_mixed_precision_one_line_says_so(callback: Any, caplog: pytest.
     assert len(found.table) == 0
 
 
+def test_an_infinite_gradient_that_reaches_no_parameter_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    class Masked(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            return super().loss(batch) + torch.sqrt(torch.relu(self.net(batch) - 1e4)).mean()
+
+    with caplog.at_level("INFO"):
+        fit(Masked, AmpPrecision("bf16"), callbacks=[GradientMonitor(2)])
+    (text,) = (m for m in caplog.messages if m.startswith("GradientMonitor"))
+    assert "keeps" in text
+
+
 def test_a_fit_of_one_step_has_a_sample() -> None:
     monitor = GradientMonitor()
     fit(Toy, fp16(), batches(1), callbacks=[monitor])
@@ -212,19 +223,26 @@ class Manual(Toy):
         self.manual_backward(self.loss(batch))
         if self.unscales:
             unscale_(self.trainer, optimizer)
-        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        self.clip(self.parameters(), 0.1)
         optimizer.step()
+
+    clip = staticmethod(nn.utils.clip_grad_norm_)
+
+
+class ByValue(Manual):
+    clip = staticmethod(nn.utils.clip_grad_value_)
 
 
 class Unscaled(Manual):
     unscales = True
 
 
-def test_clipping_of_scaled_gradients_is_named_with_its_cure(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("module", [Manual, ByValue])
+def test_clipping_of_scaled_gradients_is_named_with_its_cure(module: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        fit(Manual, fp16(), callbacks=[GradientMonitor(2)])
+        fit(module, fp16(), callbacks=[GradientMonitor(2)])
     (text,) = (m for m in caplog.messages if m.startswith("GradientMonitor"))
-    assert "times its length" in text
+    assert "times the length of the one in fp32" in text
     assert "or `training_step` clips scaled gradients" in text
     assert "fix: `lightning_amp.precision.unscale_(self.trainer, optimizer)` before code that clips gradients" in text
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 from support.approved import assert_approved
 from support.cli_classes import Net, Rows
+from support.doctor_facts import machine
 from support.synthetic import compared as report_of
 
 import lightning_amp.advice
 import lightning_amp.compare
 import lightning_amp.tune
+from lightning_amp.advice import DoctorReport
 from lightning_amp.compare import CONTROL, PrecisionReport, Run
 from lightning_amp.tune import BatchSizeResult, BatchSizes, Measurement, NothingHelps
 
@@ -169,38 +171,21 @@ def test_a_part(runs: list[Run], status: int, out: str, command: Any, compared: 
     assert compared.outcome.shares == [(2, 3)]
 
 
-def test_ctrl_c(command: Any, compared: Any) -> None:
-    compared.outcome = KeyboardInterrupt()
-    assert command("compare", *BOTH) == (130, "", "lightning-amp compare: interrupted\n")
-
-
 # -- doctor ------------------------------------------------------------------------------------------------------------
 
 
-class Findings:
-    """The part of a `DoctorReport` that the command uses."""
-
-    def __init__(self, *severities: str) -> None:
-        self.has_problems = not {"warning", "error"}.isdisjoint(severities)
-
-    def to_markdown(self) -> str:
-        return "All is well.\n"
-
-    def to_json(self, path: str) -> None:
-        Path(path).write_text("{}")
-
-
-@pytest.mark.parametrize(("severities", "status"), [(["note", "ok"], 0), (["warning"], 1), (["error", "ok"], 1)])
-def test_doctor_for_this_machine(severities: list[str], status: int, command: Any, stand_in: Any) -> None:
-    asked = stand_in("doctor", Findings(*severities), owner=lightning_amp.advice)
+@pytest.mark.parametrize(("precision", "status"), [("bf16", 0), ("fp16", 1)])
+def test_doctor_for_this_machine(precision: str, status: int, command: Any, stand_in: Any) -> None:
+    report = DoctorReport(machine(), None, precision)
+    asked = stand_in("doctor", report, owner=lightning_amp.advice)
     done = command("doctor", "--precision", "bf16", "--device", "cpu", "--json", "x.json")
-    assert done == (status, "All is well.\n", "")
+    assert done == (status, report.to_markdown(), "")
     assert asked.calls == [{"precision": "bf16", "device": "cpu"}]
     assert Path("x.json").exists()
 
 
 def test_doctor_for_a_module(command: Any, stand_in: Any) -> None:
-    asked = stand_in("doctor", Findings(), owner=lightning_amp.advice)
+    asked = stand_in("doctor", DoctorReport(machine()), owner=lightning_amp.advice)
     Path("config.yaml").write_text("seed_everything: 7\nmodel: {width: 4}\n")
     options = [*BOTH[:2], *BOTH[4:], "--config", "config.yaml", "--trainer.callbacks+=support.cli_classes.Counter"]
     assert command("doctor", *options)[0] == 0
@@ -243,7 +228,6 @@ def test_batch_size(results: Any, status: int, command: Any, stand_in: Any) -> N
          "`--memory-limit-gib` must be given: `--memory-limit-gib 4`"),
         (RuntimeError("Training in fp32 failed"), 2, "Training in fp32 failed"),
         (PermissionError(13, "Permission denied", "kept"), 2, "[Errno 13] Permission denied: 'kept'"),
-        (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("tests_are_ours")

@@ -1,9 +1,12 @@
-"""Whole comparisons, whose arms run in this process."""
+"""Whole comparisons, whose arms run in this process; their folder, and their progress."""
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from zoo.compared import TRAINER, FailsInFp16, NoisyPrecision, Sea, Waves, here
+from zoo.executors import VERSIONS
 
 import lightning_amp
-from lightning_amp.compare import Run, Spec, _compare
+from lightning_amp.compare import Progress, Run, Spec, _compare
+from lightning_amp.compare._store import Store, file_name
 
 
 @pytest.fixture
@@ -91,27 +96,21 @@ def test_a_run_whose_file_is_torn_runs_again(damage: str, ran: list[str], tmp_pa
     assert json.loads((tmp_path / "bf16-seed0.json").read_text())["run"]["error"] is None
 
 
-def test_failed_runs_run_again(ran: list[str], tmp_path: Path) -> None:
-    compare(("fp32", "fp16"), FailsInFp16, dirpath=tmp_path)
-    ran.clear()
-    compare(("fp32", "fp16"), FailsInFp16, dirpath=tmp_path)
-    assert ran == ["fp16 0"]
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("changes", "differs"),
     [
         ({"precisions": {"fp32": "fp32", "bf16": "fp16"}}, r"precisions\['bf16'\]"),
+        ({"precisions": ("bf16", "fp32")}, r"precisions\['control'\]"),  # it belongs to the first arm
         ({"module": FailsInFp16}, "make_module"),
         ({"trainer_kwargs": {**TRAINER, "max_epochs": 3}}, "trainer_kwargs"),
     ],
 )
 def test_the_folder_of_another_compare(changes: Any, differs: str, ran: list[str], tmp_path: Path) -> None:
-    compare(dirpath=tmp_path / "mine")
+    compare(control=True, dirpath=tmp_path / "mine")
     ran.clear()
     with pytest.raises(ValueError, match=f"mine' has another comparison .its `{differs}`"):
-        compare(**changes, dirpath=tmp_path / "mine")
+        compare(**changes, control=True, dirpath=tmp_path / "mine")
     assert ran == []
 
 
@@ -168,6 +167,7 @@ def test_a_margin_that_nobody_can_judge_ends_the_comparison_at_its_first_validat
     with pytest.raises(ValueError, match=says):
         compare(margins=margins, dirpath=tmp_path / "new")
     assert ran == ["fp32 0"]
+    assert len(json.loads((tmp_path / "new" / "fp32-seed0.json").read_text())["run"]["curves"]["val_loss"]) == 1
     compare(dirpath=tmp_path / "kept")
     ran.clear()
     with pytest.raises(ValueError, match=says):
@@ -190,17 +190,6 @@ def test_kept_runs_of_other_versions_are_refused_by_name(name: str, ran: list[st
     path.write_text(json.dumps(data))
     compare(dirpath=tmp_path)
     assert ran == ["fp32 0", "bf16 0", "bf16 0"]
-
-
-def test_lambdas_are_kept_by_what_they_do(ran: list[str], tmp_path: Path) -> None:
-    def make(width: int) -> Any:
-        return lambda: Waves(width)
-
-    compare(("fp32",), make(16), dirpath=tmp_path)
-    compare(("fp32",), make(16), dirpath=tmp_path)
-    assert ran == ["fp32 0"]
-    with pytest.raises(ValueError, match="its `make_module`"):
-        compare(("fp32",), make(32), dirpath=tmp_path)
 
 
 @pytest.mark.few(1)
@@ -247,9 +236,88 @@ def test_one_seed_needs_no_scipy(ran: list[str], monkeypatch: pytest.MonkeyPatch
     assert str(report.verdict("bf16", "val_loss")).startswith("undecided: it takes at least three seeds")
 
 
-@pytest.mark.slow
-def test_the_order_of_the_arms_is_a_part_of_the_compare(ran: list[str], tmp_path: Path) -> None:
-    """A kept control belongs to the first arm."""
-    compare(("fp32", "bf16"), control=True, dirpath=tmp_path)
-    with pytest.raises(ValueError, match="has another comparison"):
-        compare(("bf16", "fp32"), control=True, dirpath=tmp_path)
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_for_each_run_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(3) as shown:
+        shown.set_description("fp32, seed 0")
+        shown.tick()
+        shown.finish("fp32, seed 0: 12 s")
+        shown.finish("bf16, seed 0: kept from before")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "[1/3] fp32, seed 0: 12 s",
+        "[2/3] bf16, seed 0: kept from before",
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_with_the_arm_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress(2) as shown:
+        shown.set_description("fp32 [bold], seed 0")
+        shown.finish("fp32 [bold], seed 0: 12 s")
+        shown.set_description("bf16, seed 0")
+        time.sleep(0.2)
+        shown.tick()
+    text = terminal.getvalue()
+    assert "[1/2] fp32 [bold], seed 0: 12 s\n" in text
+    assert "bf16, seed 0:  50%" in text
+    assert "1/2 [00:0" in text
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+SETTINGS = {"make_module": "models.Net", "trainer_kwargs": "{'max_epochs': 1}"}
+ARMS = {"fp32": "AmpPrecision('fp32')", "bf16": "AmpPrecision('bf16')"}
+LABELS = [
+    "fp32",
+    "fp16, head in fp32",
+    "fp16 head in fp32",
+    "a/b",
+    "a b",
+    "..",
+    "ü",
+    "x" * 300,
+    "con:",
+    "<b>",
+    "?",
+    "*",
+]
+
+
+def made(label: str, seed: int = 0, **fields: Any) -> Run:
+    return Run(label, seed, versions=VERSIONS, **fields)
+
+
+def test_every_label_has_a_file_of_its_own(tmp_path: Path) -> None:
+    names = [file_name(label, 0) for label in LABELS]
+    assert len({name.lower() for name in names}) == len(LABELS)
+    assert file_name("fp32", 3) == "fp32-seed3"
+    store = Store(tmp_path, SETTINGS, dict.fromkeys(LABELS, "text"))
+    for label in LABELS:
+        store.save(made(label))
+    assert [run and run.label for run in (store.load(label, 0) for label in LABELS)] == LABELS
+    assert all(path.parent == tmp_path for path in tmp_path.rglob("*.json"))
+
+
+def test_two_writers_of_one_run_never_leave_half_a_file(tmp_path: Path) -> None:
+    """A reader sees, at any time, the whole run of one of them."""
+    store = Store(tmp_path, SETTINGS, ARMS)
+    runs = [made("fp32", num_steps=number, log=str(number) * 200_000) for number in (1, 2)]
+    store.save(runs[0])
+    writers = [threading.Thread(target=lambda run=run: [store.save(run) for _ in range(20)]) for run in runs]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert store.load("fp32", 0) in runs
+    assert store.load("fp32", 0) in runs
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".json"] == []

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +25,88 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
-from support import settings
-from support.settings import WORDS, Plain, Slotted
 from torch import nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, MetricComparison, ScaleMonitor
 from lightning_amp._text import literal
-from lightning_amp.compare import _describe
 from lightning_amp.compare._describe import Identity
+
+
+class Colour(Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclass
+class Options:
+    names: set[str] = field(default_factory=set)
+    hidden: int = field(default=0, repr=False)
+
+
+class Plain:
+    def __init__(self, size: int, other: Any = None) -> None:
+        self.size, self.other = size, other
+
+    def method(self) -> None: ...
+
+
+class Slotted:
+    __slots__ = ("size", "unset")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+class Policy(Plain):
+    """An object whose `repr` shows a set, like an FSDP policy."""
+
+    def __repr__(self) -> str:
+        return f"Policy(size={self.size}, names={self.other})"
+
+
+class Silent(nn.Module):
+    """A module whose `repr` shows none of its settings."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+
+def function(value: Any = None, most: int = 1) -> None: ...
+
+
+WORDS = ("one", "two", "three", "four", "five", "six", "seven")
+
+
+def simple_settings() -> dict[str, list[Any]]:
+    """Return different settings by kind. Each call makes new objects, which equal the objects of other calls."""
+    base = torch.arange(6.0)
+    return {
+        "scalars": [None, True, 1, 1.0, "1", b"1", "None", 1j, math.nan, math.inf, -0.0, 0.0, 2**70],
+        "dtypes": [torch.float32, torch.bfloat16, "torch.float32", torch.device("cpu"), torch.device("cuda", 1), "cpu"],
+        "containers": [[], (), {}, set(), [1, 2], [2, 1], (1, 2), {1: 2}, {1, 2}, [[1], 2], [[1, 2]], (1,), [None]],
+        "strings": [["a, b"], ["a", "b"], "['a', 'b']", {"a": "b"}, {"a: b"}],
+        "sets": [set(WORDS), frozenset(WORDS[1:]), {"x": set(WORDS[2:])}],
+        "paths": [Path("a b"), Path("a  b"), "a b"],
+        "enums": [Colour.RED, Colour.BLUE, "RED"],
+        "times": [timedelta(seconds=3), timedelta(seconds=4), 3.0],
+        "dataclasses": [Options(), Options(set(WORDS)), Options(set(WORDS[1:])), Options(hidden=1)],
+        "objects": [
+            Plain(1), Plain(2), Plain(1, Plain(1)), Plain(1, Plain(2)), Plain,
+            Policy(1, set(WORDS)), Policy(1, set(WORDS[1:])),
+        ],
+        "functions": [len, math.sqrt, torch.relu, function, Plain.method, Plain(1).method, Plain(2).method, "len"],
+        "partials": [
+            functools.partial(function), functools.partial(function, 1), functools.partial(function, value=1),
+            functools.partial(function, value=2), functools.partial(len, value=2), function,
+        ],
+        "tensors": [
+            base, base + 1, base.double(), base.reshape(2, 3), base.reshape(3, 2), base[:0], base[1], base.bool(),
+            torch.complex(base, base), torch.complex(base, base).conj(), nn.Parameter(base + 7), torch.tensor(math.nan),
+        ],
+        "numbers of numpy": [np.float32(0.1), np.float64(0.1), np.int64(3)],
+        "modules": [Silent(0.1), Silent(0.2), nn.Dropout(0.1), nn.Dropout(0.2), nn.Sequential(Silent(0.1))],
+    }  # fmt: skip
 
 
 def identity(value: Any) -> str:
@@ -73,7 +150,7 @@ def trainer_settings(tmp: Path = Path("runs")) -> dict[str, list[Any]]:
 
 
 def all_settings() -> dict[str, list[Any]]:
-    return settings.simple_settings() | trainer_settings()
+    return simple_settings() | trainer_settings()
 
 
 @pytest.mark.parametrize("kind", list(all_settings()))
@@ -86,26 +163,27 @@ def test_a_setting_has_one_text_and_another_setting_another(kind: str) -> None:
     assert without_identity(first) == []
 
 
+def texts() -> list[str]:
+    return [identity(value) for values in simple_settings().values() for value in values]
+
+
 ELSEWHERE = """
-import importlib, importlib.util, sys, types
-support = sys.modules["support"] = types.ModuleType("support")
-support.__path__ = [sys.argv[1]]  # without the imports of its `__init__`
-spec = importlib.util.spec_from_file_location("describe", sys.argv[2])
-module = importlib.util.module_from_spec(spec)
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location(*sys.argv[1:])
+sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-print(*importlib.import_module("support.settings").write_all(lambda value: module.Identity().of(value)), sep="\\n")
+print(*module.texts(), sep="\\n")
 """
 
 
 @pytest.mark.slow
 def test_another_process_writes_the_same() -> None:
     """It has other addresses, and another order of sets."""
-    folder = Path(settings.__file__).parent
-    command = [sys.executable, "-W", "ignore", "-c", ELSEWHERE, folder, _describe.__file__]
-    environment = {**os.environ, "PYTHONHASHSEED": "17"}
+    environment = {**os.environ, "PYTHONHASHSEED": "17", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", "-c", ELSEWHERE, __name__, __file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == settings.write_all(identity)
+    assert done.stdout.splitlines() == texts()
 
 
 def test_neither_the_clock_nor_the_process_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Runs on executors, which are trained by stand-ins; `test_engines.py` has real engines."""
+"""Runs on executors, which are trained by stand-ins; `test_local_devices.py` has real ones."""
 
 from __future__ import annotations
 

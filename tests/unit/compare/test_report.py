@@ -163,23 +163,18 @@ def test_seeds_without_effect_are_no_pairs(depends: bool) -> None:
 # -- arms --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_control_is_judged_apart() -> None:
+def test_the_reference_is_not_judged_and_the_control_is_judged_apart() -> None:
     """Its comparison does not make the arms' comparisons stricter, nor theirs the control's."""
     finals = {"fp32": SAME, "bf16": [1.01, 1.12, 1.2]}
     report = compared({**finals, "fp16": SAME, CONTROL: [1.0, 1.1, 1.21]})
     assert report.verdict("bf16", "val_loss").num_comparisons == 2
     assert report.verdict(CONTROL, "val_loss").num_comparisons == 1
-    control = report.arms[CONTROL]
-    assert (control.is_control, control.is_reference, report.arms["bf16"].is_control) == (True, False, False)
+    assert list(report.arms) == ["fp32", "bf16", "fp16", CONTROL]
+    assert [arm.is_reference for arm in report.arms.values()] == [True, False, False, False]
+    assert [arm.is_control for arm in report.arms.values()] == [False, False, False, True]
+    reference, control = report.arms["fp32"].metrics["val_loss"], report.arms[CONTROL]
+    assert (reference.difference, reference.verdict.claim) == (None, "no margin")
     assert control.description == "AmpPrecision('fp32'), initial weights moved in their last bit"
-
-
-def test_order_and_the_reference() -> None:
-    arms = compared({"b": [1.0], "a": [1.0], CONTROL: [1.0]}).arms
-    assert list(arms) == ["b", "a", CONTROL]
-    assert [arm.is_reference for arm in arms.values()] == [True, False, False]
-    assert arms["b"].metrics["val_loss"].difference is None
-    assert arms["b"].metrics["val_loss"].verdict.claim == "no margin"
 
 
 def test_rounding_in_the_evaluation() -> None:
@@ -298,18 +293,15 @@ def changed(**changes: Any) -> bytes:
 
 
 BROKEN: dict[str, bytes] = {
-    "empty": b"",
     "torn": json.dumps(GOOD).encode()[:-40],
     "no text": b"\xff\xfe\x00{",
     "a list": b"[]",
     "deep": b"[" * 200_000,
-    "a long number": b'{"format": ' + b"1" * 6000 + b"}",
     "another format": changed(format=1),
     "no plan": changed(plan=...),
     "a plan without arms": changed(plan={**GOOD["plan"], "arms": {}}),
     "a broken plan": changed(plan={**GOOD["plan"], "num_seeds": "one"}),
     "runs are no list": changed(runs=3),
-    "runs by name": changed(runs={"fp32": GOOD["runs"][0]}),
     "a broken run": changed(runs=[{**GOOD["runs"][0], "loss": [[0]]}]),
     "a run without a seed": changed(runs=[{**GOOD["runs"][0], "seed": None}]),
     "a text for a number": changed(runs=[{**GOOD["runs"][0], "train_s": "long"}]),

@@ -44,17 +44,10 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert flops(step) == {name: 2 * (2 * 4 * 3 * 5), "float32": 3 * (2 * 4 * 5 * 2)}
 
 
-def test_a_half_precision_model() -> None:
-    layer, x = nn.Linear(3, 5).half(), torch.randn(4, 3).half()
-    assert flops(lambda: layer(x).float().sum().backward()) == {"float16": 2 * (2 * 4 * 3 * 5)}
-
-
 def test_a_convolution() -> None:
     layer, x = nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 8, 6)
     forward = 2 * (2 * 8 * 6) * 4 * (3 * 3 * 3)
     assert flops(lambda: layer(x)) == {"float32": forward}
-    assert flops(lambda: layer(x).sum().backward()) == {"float32": 2 * forward}
-    assert flops(lambda: layer(x.requires_grad_()).sum().backward()) == {"float32": 3 * forward}
 
 
 def test_batches_of_matrices() -> None:

@@ -68,8 +68,15 @@ def test_said_once(module: type[Toy], message: str) -> None:
     assert sum("lightning_amp" in str(w.message) for w in caught) == 1
 
 
-def test_a_healthy_module_is_not_bothered() -> None:
-    fit(Toy, Plugins(True).bf16())  # warnings are errors
+class AutocastOff(Toy):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return self.loss(batch)
+
+
+@pytest.mark.parametrize("module", [Toy, AutocastOff])
+def test_a_healthy_module_is_not_bothered(module: type[Toy]) -> None:
+    fit(module, Plugins(True).bf16())  # warnings are errors
 
 
 class CastsItsWeight(Toy):

@@ -75,11 +75,6 @@ def test_a_run(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= {"facts.json", "progress.json"}
 
 
-def test_another_size(tmp_path: Path) -> None:
-    _, facts = short(tmp_path, size=64)
-    assert (facts.own_size, facts.rows, facts.num_rows) == (8, 64, 128)
-
-
 class Uneven(Ocean):
     """The largest batch is neither the first nor the last."""
 
@@ -165,15 +160,9 @@ class Dropped(Ocean):
         return DataLoader(self.data, batch_size=self.batch_size, drop_last=True)
 
 
-@pytest.mark.parametrize(
-    ("data", "module", "expected"),
-    [
-        (Endless, Plain, (None, 8)),
-        (Dropped, Plain, (None, 0)),
-    ],
-)
-def test_how_many_rows(data: Any, module: Any, expected: Any, tmp_path: Path) -> None:
-    run, facts = short(tmp_path, module, data, max_steps=10)
+@pytest.mark.parametrize(("data", "expected"), [(Endless, (None, 8)), (Dropped, (None, 0))])
+def test_how_many_rows(data: Any, expected: Any, tmp_path: Path) -> None:
+    run, facts = short(tmp_path, data=data, max_steps=10)
     assert run.error is None
     assert (facts.num_rows, facts.rows) == expected
     assert (facts.num_batches == 0) == (data is Dropped)
@@ -225,11 +214,11 @@ class OnlyHparams(Sea):
         return DataLoader(self.data, batch_size=self.hparams["batch_size"])
 
 
-@pytest.mark.parametrize("data", [Both, OnlyHparams])
-def test_every_place(data: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("data", "own_size"), [(Ocean, 8), (Both, 4), (OnlyHparams, 4)])
+def test_every_place(data: Any, own_size: int, tmp_path: Path) -> None:
     run, facts = short(tmp_path, Plain, data, size=16)
     assert run.error is None
-    assert (facts.own_size, facts.rows) == (4, 16)
+    assert (facts.own_size, facts.rows, facts.num_rows) == (own_size, 16, 128)
 
 
 # -- measurements ------------------------------------------------------------------------------------------------------

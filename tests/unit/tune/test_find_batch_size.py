@@ -1,15 +1,17 @@
-"""`find_batch_size` as a whole: most tests run in this process, one in fresh processes."""
+"""`find_batch_size` as a whole: most tests run in this process, some in fresh processes."""
 
 from __future__ import annotations
 
 import gc
 import pickle
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from support.approved import assert_refused
@@ -159,3 +161,38 @@ def test_wrong_arguments_run_nothing(sizes: list[str]) -> None:
     ]
     assert_refused("find_batch_size", lambda **one: lightning_amp.find_batch_size(**(legal | one)), wrong)
     assert sizes == []
+
+
+# -- the peak of the process -------------------------------------------------------------------------------------------
+
+
+class Simulates(Wide):
+    """Each row needs 1 MiB that torch has not allocated."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        simulated = np.ones((len(x), 2**17))
+        return (self.net(x) + float(simulated[0, 0])).square().mean()
+
+
+class Images(Rows):
+    """A data set of 0.4 GiB in memory, of which each batch is a small part."""
+
+    def setup(self, stage: str) -> None:
+        self.images = np.ones((self.rows, 26_000))
+
+    def train_dataloader(self) -> Any:
+        first = torch.from_numpy(self.images[:, :8].astype(np.float32))
+        return DataLoader(TensorDataset(first, torch.ones(self.rows, 1)), batch_size=self.batch_size)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a running process")
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "limit_gib"), [(Rows, 0.3), (Images, 0.65)])
+def test_on_a_cpu_the_peak_of_the_process_counts(data: Any, limit_gib: float) -> None:
+    """0.25 to 0.35 GiB are left for some 300 rows, and 0.125 GiB do not count."""
+    make = partial(data, 2048, 128)
+    found = lightning_amp.find_batch_size(Simulates, make, ["fp32"], memory_limit_gib=limit_gib, trainer_kwargs=CPU)
+    assert 200 <= found["fp32"].batch_size <= 448
+    assert found["fp32"].peak_gib <= limit_gib
+    assert "growth of the process" in found["fp32"].message

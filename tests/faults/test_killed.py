@@ -1,9 +1,10 @@
-"""When a rank dies, the other one ends with an error at once, not at a timeout, and every written file is whole."""
+"""A run that is killed loses nothing; a rank that dies ends the others at once, not at a timeout."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -17,16 +18,22 @@ from lightning_amp.reports import ScaleHistory
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])}
 
 
-@pytest.mark.parametrize("victim", [1])
-def test_the_other_rank_stops(victim: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])}
-    done = warm.run_script(HERE / "rank_script.py", str(victim), tmp_path, env=environment)
+def test_a_small_version_of_make_faults() -> None:
+    done = warm.run_script(HERE / "kill.py", "--kills", "3", env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert re.search(r"Survived 3 kills, .* runs came to their end and were compared", done.stdout)
+    assert done.stdout.endswith("Lost: nothing.\n")
+
+
+def test_the_other_rank_stops_and_every_written_file_is_whole(tmp_path: Path) -> None:
+    done = warm.run_script(HERE / "rank_script.py", tmp_path, env=ENVIRONMENT)
     ended = time.time()
     assert done.returncode != 0
     assert "Connection" in done.stderr or "connection" in done.stderr, done.stderr[-3000:]
-    assert (tmp_path / "survivor").read_text() == f"{1 - victim} 14 Averaging"
+    assert (tmp_path / "survivor").read_text() == "0 14 Averaging"
     assert ended - (tmp_path / "killed").stat().st_mtime < 30  # the process group itself gives up after 120 s
     files = sorted((tmp_path / "ours").iterdir())
     assert not [p for p in files if p.name.endswith(LEFTOVER)]
