@@ -17,7 +17,7 @@ from lightning_amp.compare import _train
 from zoo.compared import Waves
 
 MOMENTS = ("making the module", "training", "after training", "writing")
-"""Moments in which the process of :class:`DiesOnce` is killed: one for each seed, from 0 on. Other seeds live."""
+"""Moments in which the process of :class:`Dies` is killed: one for each seed, from 0 on."""
 
 
 class Facts(Waves):
@@ -48,18 +48,14 @@ def _die() -> NoReturn:
     raise AssertionError
 
 
-class DiesOnce(Waves):
-    """Is killed in the first attempt of each seed; the files in the folder `$DIED` say which seeds had one."""
+class Dies(Waves):
+    """Is killed in the moment that its seed chooses."""
 
     def __init__(self) -> None:
         super().__init__()
         sys.stdout.write("a line of the user's own\n")
         sys.stdout.flush()
-        seed = torch.initial_seed()
-        mark = Path(os.environ["DIED"]) / str(seed)
-        self.moment = MOMENTS[seed] if seed < len(MOMENTS) and not mark.exists() else ""
-        if self.moment:
-            mark.touch()
+        self.moment = MOMENTS[torch.initial_seed()]
         if self.moment == "making the module":
             _die()
 

@@ -10,10 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from support import Toy, batches
-from zoo.slow import Project, mlp, rows
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, doctor
-from lightning_amp.advice import _race
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -115,17 +113,6 @@ def test_exceptions_of_the_users_code_are_raised() -> None:
 def test_a_loader_without_batches() -> None:
     with pytest.raises(ValueError, match="The training loader gave no batch"):
         examined(Toy, lambda: Data(0))
-
-
-def test_a_failed_variant_is_reported_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(module: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(_race, "fuse", fails)
-    report = examined(lambda: Project(mlp(256), fused=False), rows(8, 512))
-    step = report.step
-    assert "not measured: fused=True: there was not enough memory" in str(report)
-    assert step.variant("fp32") is not None
 
 
 @pytest.mark.parametrize(

@@ -137,23 +137,6 @@ def test_settings_without_an_identity_are_refused(ran: list[str], tmp_path: Path
     assert ran == []
 
 
-def test_an_interrupt_loses_nothing(ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = _compare.run_in_process
-
-    def interrupted(spec: Spec, on_progress: Any) -> Run:
-        if spec.label == "bf16":
-            raise KeyboardInterrupt
-        return run(spec, on_progress)
-
-    monkeypatch.setattr(_compare, "run_in_process", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        compare(dirpath=tmp_path)
-    monkeypatch.setattr(_compare, "run_in_process", run)
-    ran.clear()
-    compare(dirpath=tmp_path)
-    assert ran == ["bf16 0"]
-
-
 @pytest.mark.parametrize(
     ("margins", "says"),
     [

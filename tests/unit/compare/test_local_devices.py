@@ -1,4 +1,4 @@
-"""Places on this machine: without runs, and with whole comparisons.
+"""Places on this machine: without runs, and with a whole comparison.
 
 `tests/docs/test_howto.py` runs submitit and Dask."""
 
@@ -8,14 +8,12 @@ import os
 import threading
 import time
 from concurrent.futures import CancelledError
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.approved import assert_refused
 from zoo.compared import TRAINER, Sea, Waves, here
-from zoo.processes import DiesOnce
 
 import lightning_amp
 from lightning_amp.compare import LocalDevices, _compare
@@ -189,8 +187,7 @@ def test_a_cancelled_job() -> None:
     assert not running.cancel()
 
 
-# -- whole comparisons -------------------------------------------------------------------------------------------------
-
+# -- a whole comparison ------------------------------------------------------------------------------------------------
 
 KWARGS: dict[str, Any] = {
     "precisions": ("fp32", "bf16"),
@@ -200,12 +197,6 @@ KWARGS: dict[str, Any] = {
     "margins": {"val_loss": 0.05, "distance": 0.001},
     "trainer_kwargs": {**TRAINER, "max_epochs": 1},
 }
-
-
-@pytest.fixture(autouse=True)
-def without_the_name_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest changes it while a test runs, and runs with another environment need another server."""
-    monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
 
 
 def bits(report: lightning_amp.PrecisionReport) -> dict[tuple[str, int], Any]:
@@ -243,19 +234,3 @@ def test_local_devices(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert {run.devices for arm in report.arms.values() for run in arm.runs} == {("cpu",)}
     assert report.arms["bf16"].speed is None
     assert report.arms["bf16"].not_compared == "runs shared a device"
-
-
-@pytest.mark.slow
-@pytest.mark.cpu
-def test_runs_that_are_killed_in_any_moment_fail_and_a_second_call_repeats_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "died").mkdir()
-    monkeypatch.setenv("DIED", str(tmp_path / "died"))
-    kwargs = {**KWARGS, "precisions": ("fp32",), "num_seeds": 5, "control": False, "dirpath": tmp_path / "kept"}
-    first = lightning_amp.compare_precisions(DiesOnce, Sea, **kwargs, executor=LocalDevices(num=2))
-    assert list(first.arms["fp32"].errors) == [0, 1, 2, 3]
-    assert all("was killed by SIGKILL" in error for error in first.arms["fp32"].errors.values())
-    again = lightning_amp.compare_precisions(DiesOnce, Sea, **kwargs, executor=LocalDevices(num=2))
-    monkeypatch.setattr(_compare, "run_in_process", here)
-    assert bits(again) == bits(lightning_amp.compare_precisions(Waves, Sea, **{**kwargs, "dirpath": None}))

@@ -18,7 +18,7 @@ import pytest
 import torch
 from support import warm
 from zoo.compared import by_hand, sleeps, spec
-from zoo.processes import MOMENTS, DiesOnce, Facts
+from zoo.processes import MOMENTS, Dies, Facts
 
 from lightning_amp import AmpPrecision
 from lightning_amp.compare import _process, run_in_process
@@ -57,7 +57,6 @@ def test_runs_are_forks_of_one_process_with_all_that_a_new_process_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FACTS", str(tmp_path / "facts"))
-    monkeypatch.setenv("DIED", str(tmp_path))
 
     def facts() -> dict[str, Any]:
         run = run_in_process(spec(tmp_path / "work", "fp16", Facts), lambda: None)
@@ -70,7 +69,7 @@ def test_runs_are_forks_of_one_process_with_all_that_a_new_process_has(
     with closing(HERE):
         first, again = facts(), facts()
         for moment in range(len(MOMENTS)):  # the server goes on, whenever a run dies
-            killed = run_in_process(replace(spec(tmp_path / "dies", module=DiesOnce), seed=moment), lambda: None)
+            killed = run_in_process(replace(spec(tmp_path / "dies", module=Dies), seed=moment), lambda: None)
             assert killed.error == "its process was killed by SIGKILL; on Linux that is often the kernel, out of memory"
             assert "a line of the user's own" in killed.log
         monkeypatch.setenv("OTHER", "1")
