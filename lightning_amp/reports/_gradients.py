@@ -152,7 +152,8 @@ def _what(sample: GradientSample, first: GradientRow) -> str:
             return "the gradient overflows, and in fp32 it does not"
         return "the forward overflows, and in fp32 it does not, so that no loss scale helps alone"
     if total.is_divided_twice or (total.cosine > 0.99 and total.norm_ratio > 1.4):
-        text = f"the gradient has {rounded(total.norm_ratio)} times the length of the one in fp32"
+        about = "" if total.cosine > 0.99 else "about "
+        text = f"the gradient has {about}the direction of fp32, but {rounded(total.norm_ratio)} times its length"
         why = "`training_step` and the plugin both divide by the loss scale, or `training_step` clips scaled gradients"
         return f"{text}: {why}" if total.is_divided_twice else text
     if first.rounds_to_zero:

@@ -101,8 +101,7 @@ class ScaleHistory(Table[StepRecord]):
         if not scaled:
             return text
         write = alike(scale for record in scaled for scale in (record.scale, record.next_scale))
-        first_scale, last_scale = write(scaled[0].scale), write(scaled[-1].next_scale)
-        return f"{text}; scale {first_scale}" + (f" -> {last_scale}" if last_scale != first_scale else "")
+        return f"{text}; scale {write(scaled[0].scale)} -> {write(scaled[-1].next_scale)}"
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
