@@ -199,7 +199,6 @@ class OverflowLocator(Observer):
         }
         if parts := [f"{counted(number, 'step')} {why}" for why, number in counts.items() if number]:
             _messages.info(f"OverflowLocator: {'; '.join(parts)}.")
-        self._num_harmless = self._num_repeated = 0  # another fit counts its own
         growth = weight_growth(trainer, pl_module, self._weights)
         if growth is not None and growth[0] == "typical" and all(report.growth is None for report in self.reports):
             _messages.info(

@@ -275,8 +275,11 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        with autocast_off(self.device):
-            return super().post_backward(tensor, module)
+        run = self._run
+        if run is None or run.steps is None or run.fold_plan.current().somebody_sees_backward:
+            with autocast_off(self.device):
+                super().post_backward(tensor, module)
+        return tensor.detach()
 
     def unscale_(self, optimizer: Any) -> None:
         """Unscale the gradients of `optimizer`, for a manual training loop that reads or clips them itself.

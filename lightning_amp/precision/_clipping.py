@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import final
 
 from lightning_amp._compat._names import Callback, GradClipAlgorithmType, LightningModule
 
@@ -59,34 +60,46 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 # -- as one pass with the step -----------------------------------------------------------------------------------------
 
 
-def somebody_looks(module: LightningModule) -> bool:
-    """Return whether a hook reads the gradients before a step; callbacks may come and go during a fit."""
-    trainer: Any = module.trainer
-    owners = [(module, LightningModule), *((callback, Callback) for callback in trainer.callbacks)]
-    return not all(is_default(owner, "on_before_optimizer_step", base) for owner, base in owners)
+@final
+class FoldPlan:
+    """Decides whether unscale, clip and step may run as one pass, because no hook reads gradients in between.
 
-
-def clips_itself(module: LightningModule) -> bool:
-    """Return whether the module clips its gradients in a way of its own."""
-    return not is_default(module, "configure_gradient_clipping", LightningModule)
-
-
-def fold_plan(module: LightningModule, own_norm: bool) -> tuple[bool, float | None]:
-    """Return whether unscale, clip and step may run as one pass, and the norm to clip to.
-
-    They may if no hook reads the gradients in between. `own_norm`: a subclass of the plugin clips by norm in its own
-    way.
+    It depends on the methods that the module, the callbacks and the plugin override. `own_norm`: a subclass of the
+    plugin clips by norm in its own way.
     """
-    trainer: Any = module.trainer
-    automatic = module.automatic_optimization
-    if somebody_looks(module) or (automatic and clips_itself(module)):
-        return False, None
-    # Lightning does not clip in manual optimization, where the user's clipping unscales first
-    max_norm = trainer.gradient_clip_val if automatic else None
-    if not max_norm or max_norm <= 0:
-        return True, None
-    by_norm = trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
-    return by_norm and not own_norm, float(max_norm)
+
+    def __init__(self, module: LightningModule, own_norm: bool) -> None:
+        self._trainer: Any = module.trainer
+        self._module, self._own_norm = module, own_norm
+        self._look()
+
+    def _look(self) -> None:
+        self._callbacks: list[Callback] = list(self._trainer.callbacks)
+        self.somebody_sees_backward = self._overridden("on_before_backward") or self._overridden("on_after_backward")
+        self.somebody_looks = self._overridden("on_before_optimizer_step")
+        self.own_clipping = not is_default(self._module, "configure_gradient_clipping", LightningModule)
+
+    def _overridden(self, hook: str) -> bool:
+        owners = [(self._module, LightningModule), *((callback, Callback) for callback in self._callbacks)]
+        return not all(is_default(owner, hook, base) for owner, base in owners)
+
+    def current(self) -> FoldPlan:
+        """Return the plan. It is made again if callbacks were added or removed, which can also happen during a fit."""
+        if self._callbacks != self._trainer.callbacks:
+            self._look()
+        return self
+
+    def fold(self) -> tuple[bool, float | None]:
+        """Return whether no hook reads the gradients before the step, and the norm to clip them to."""
+        automatic = self._module.automatic_optimization
+        if self.somebody_looks or (automatic and self.own_clipping):
+            return False, None
+        # Lightning does not clip in manual optimization, where the user's clipping unscales first
+        max_norm = self._trainer.gradient_clip_val if automatic else None
+        if not max_norm or max_norm <= 0:
+            return True, None
+        by_norm = self._trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
+        return by_norm and not self._own_norm, float(max_norm)
 
 
 def is_default(owner: object, name: str, base: type) -> bool:

@@ -18,7 +18,8 @@ from lightning_amp._compat._names import BaseFinetuning, LightningModule, Traine
 from lightning_amp._text import counted
 from lightning_amp.casting import Choice
 from lightning_amp.numerics import all_finite
-from lightning_amp.precision import _clipping, _refusals
+from lightning_amp.precision import _refusals
+from lightning_amp.precision._clipping import FoldPlan
 from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._fp8 import Fp8
 from lightning_amp.scaling import Calls, HalfGradientsError, OptimizerSteps, RecordLog, StepPlan, max_over_ranks
@@ -103,6 +104,7 @@ class Run:
         self._undo.callback(self.steps.close)
         self.protection = SkipProtection(self.module, self.named_buffers, on=self.steps.skips)
         self._undo.callback(self.protection.detach)
+        self.fold_plan = FoldPlan(self.module, self._own_norm)
         # the first step shows whether parameters become half precision
         self._may_turn_half = self.forward.training.mixed
         self._undo.enter_context(_modules.compiled_backward_without_autocast())
@@ -124,7 +126,8 @@ class Run:
 
     def scale(self, steps: OptimizerSteps, loss: Tensor) -> Tensor:
         """Show the true loss to hooks, bring all gradients that are still there to its scale, and return it scaled."""
-        _lightning.run_hook(self.module, "on_before_backward", loss)
+        if self.fold_plan.current().somebody_sees_backward:
+            _lightning.run_hook(self.module, "on_before_backward", loss)
         self.protection.note_backward()
         scaled = steps.scale_loss(loss)
         if steps.scaler is not None and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
@@ -168,7 +171,7 @@ class Run:
         """
         compute = partial(self._compute, closure, optimizer)
         update = partial(self._before_update, steps, optimizer)
-        fold, max_norm = _clipping.fold_plan(self.module, self._own_norm)
+        fold, max_norm = self.fold_plan.current().fold()
         host_must_know, in_closure = self.protection.host_must_know(optimizer), closure is not do_nothing_closure
         plan = StepPlan(fold, max_norm, host_must_know, in_closure)
         try:
@@ -195,14 +198,14 @@ class Run:
 
     def _before_update(self, steps: OptimizerSteps, optimizer: Optimizer) -> None:
         """Show the true gradients to all hooks, and clip them."""
-        own_clipping = _clipping.clips_itself(self.module)
-        if _clipping.somebody_looks(self.module):
+        plan = self.fold_plan.current()
+        if plan.somebody_looks:
             _lightning.run_hook(self.module, "on_before_optimizer_step", optimizer)
             steps.check_again(optimizer)
-        if own_clipping:
+        if plan.own_clipping:
             steps.state(optimizer).keep_found(infinities_only=True)
         _lightning.run_clipping(self._plugin, self.module, optimizer)
-        if own_clipping:
+        if plan.own_clipping:
             steps.check_again(optimizer)
 
     # -- the end -------------------------------------------------------------------------------------------------------

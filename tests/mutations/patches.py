@@ -409,8 +409,8 @@ PRECISION = [
     Mutation(
         "hooks see scaled gradients of a fused optimizer",
         "precision/_clipping.py",
-        "    if somebody_looks(module) or (automatic and clips_itself(module)):\n        return False, None",
-        "    pass",
+        "        if self.somebody_looks or (automatic and self.own_clipping):\n            return False, None",
+        "        pass",
         (f"{MANUAL.removesuffix('::')}",),
     ),
     Mutation(
