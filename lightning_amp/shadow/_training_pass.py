@@ -147,7 +147,7 @@ class TrainingPass:
                     trace.note_loss(loss)
                 self._backward(loss / self._trainer.accumulate_grad_batches)
                 return loss.detach()
-        return torch.stack([loss.reshape(()) for loss in self._losses]).sum() if self._losses else None
+        return torch.stack([loss.sum() for loss in self._losses]).sum() if self._losses else None
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the true gradients of the last run by parameter name, as their optimizer would have stepped with them.

@@ -267,6 +267,24 @@ class Adversaries(Manual):
         return [torch.optim.SGD(self.net[i].parameters(), lr=0.01) for i in (2, 0)]
 
 
+def test_a_vector_of_losses_with_its_own_gradient_is_sampled() -> None:
+    class Vector(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.net(batch).float().square()[:3, 0], gradient=torch.ones(3))
+            optimizer.step()
+
+    monitor = GradientMonitor(2)
+    fit(Vector, fp16(), callbacks=[monitor])
+    assert all(row.sqnr_db > 40 for row in monitor.table)
+    assert len(monitor.table) > 0
+
+
 def test_a_later_backward_does_not_change_the_gradient_of_a_step() -> None:
     monitor = GradientMonitor()
     fit(Adversaries, AmpPrecision("fp16"), batches(6), callbacks=[monitor])
