@@ -154,10 +154,7 @@ class _Run(NamedTuple):
     trace: Trace
     loss: float | None
     parameters: tuple[str, ...]  # parameters with gradients that are not finite
-
-    @property
-    def is_bad(self) -> bool:
-        return self.trace.bad_loss is not None or any(g.bad for g in self.trace.gradients) or bool(self.parameters)
+    is_bad: bool  # gradients of operations do not count, because a ReLU may drop them
 
 
 Found = tuple[Overflow, list[Trial], _Run]
@@ -304,7 +301,7 @@ class _Search:
                 replay = self._replay
                 if replay.gathers_in_half or is_half:
                     replay = stack.enter_context(closing(TrainingPass(self._trainer, self._module, upcast=True)))
-                return _traced(replay, Trace(replay.module, BOUNDARY), step, context=None)
+                return self._traced(replay, Trace(replay.module, BOUNDARY), step, context=None)
         except Exception as error:
             return Failure.of(error, "the training step", "the replay in fp32")
 
@@ -383,16 +380,18 @@ class _Search:
         """Run the step as training does, or in another precision or at another scale."""
         plugin = cast(AmpPrecision, self._trainer.precision_plugin)  # only it says which steps it skips
         trace = Trace(self._replay.module, BOUNDARY, loss_in_fp32=loss_in_fp32)
-        return _traced(self._replay, trace, step, context=plugin.forward_context_of(precision), **how)
+        return self._traced(self._replay, trace, step, context=plugin.forward_context_of(precision), **how)
 
-
-def _traced(replay: TrainingPass, trace: Trace, step: KeptBatch, **how: Any) -> _Run:
-    try:
-        loss = replay.run(step.batch, step.batch_idx, random_state=step.random_state, trace=trace, **how)
-        parameters = nonfinite_gradients(_modules.plain_parameters(replay.module))
-        return _Run(trace.read(), None if loss is None else float(loss.float().mean()), parameters)
-    finally:
-        replay.forget_gradients()
+    def _traced(self, replay: TrainingPass, trace: Trace, step: KeptBatch, **how: Any) -> _Run:
+        try:
+            loss = replay.run(step.batch, step.batch_idx, random_state=step.random_state, trace=trace, **how)
+            parameters, read = names_of_nonfinite(replay.gradients().items()), trace.read()
+            is_bad = read.bad_loss is not None or bool(parameters)
+            if is_sharded(self._trainer):  # a parameter's gradient may be bad on another rank only
+                is_bad |= any(gradient.bad for gradient in read.gradients)
+            return _Run(read, None if loss is None else float(loss.float().mean()), parameters, is_bad)
+        finally:
+            replay.forget_gradients()
 
 
 def origins(trainer: Trainer, found: Sequence[Overflow]) -> list[Overflow]:

@@ -462,3 +462,32 @@ def test_a_skipped_step_uses_no_learning_rate() -> None:
     locator = OverflowLocator()
     fit(lambda: Breaks(math.nan, skips=True), AmpPrecision("bf16"), callbacks=[locator])
     assert [report.cause for report in locator.reports[:2]] == ["loss", "weights"]
+
+
+class Masked(Toy):
+    """Has an infinite gradient that a ReLU drops, so that no parameter gets it."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + torch.sqrt(torch.relu(self.net(batch).float() - 1e4)).mean()
+
+
+class ClearsAtTheEnd(Toy):
+    """Has no gradients left when its step ends; the third one overflows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch) * (1e9 if batch_idx == 2 else 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("module", "scale", "names"), [(Masked, 2.0**24, []), (ClearsAtTheEnd, 8.0, ["backward"])])
+def test_gradients_that_the_optimizer_gets_decide(module: Any, scale: float, names: list[str]) -> None:
+    locator = OverflowLocator()
+    trainer = fit(module, AmpPrecision("fp16", scaler=DynamicLossScaler(scale)), callbacks=[locator])
+    assert trainer.precision_plugin.num_skipped > 0
+    assert [report.cause for report in locator.reports] == names
