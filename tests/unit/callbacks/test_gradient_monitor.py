@@ -276,7 +276,7 @@ def test_a_vector_of_losses_with_its_own_gradient_is_sampled() -> None:
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()
-            self.manual_backward(self.net(batch).float().square()[:3, 0], gradient=torch.ones(3))
+            self.manual_backward(self.net(batch).float().square()[:3, 0], gradient=torch.ones(3, device=self.device))
             optimizer.step()
 
     monitor = GradientMonitor(2)
