@@ -164,7 +164,7 @@ class GradientMonitor(Observer):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._verdict:
             _messages.info(self._verdict)
-        self._verdict = ""
+        self._verdict = ""  # a second fit has its own samples
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class GradientMonitor(Observer):
     def _judge(self, trainer: Trainer, sample: GradientSample, sampler: GradientSampler) -> None:
         """Try a setting against a new fault of the sample, and keep the words for the end of the fit."""
         bad, found, scale, total = sample.bad(), "", self.recommended_scale, sample.rows[-1]
-        if bad and not total.is_divided_twice and math.isfinite(total.largest):
+        if bad and not total.is_too_short and math.isfinite(total.largest):
             # if the backward overflows, another scale may fit by now
             fitting = scale if math.isnan(total.sqnr_db) and sample.forward_is_finite else None
             key = bad[0].name, bad[0].rounds_to_zero, sample.forward_is_finite, fitting

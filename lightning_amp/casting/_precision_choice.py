@@ -99,7 +99,9 @@ def parse_precision(value: Any, argument: str = "precision") -> Precision:
 
     The error suggests the precision whose spelling is closest.
     """
-    text = str(value) if isinstance(value, (str, int, torch.dtype)) and not isinstance(value, bool) else ""
+    text = value if isinstance(value, str) else ""  # also a member of an `Enum` of strings
+    if isinstance(value, (int, torch.dtype)) and not isinstance(value, bool):
+        text = str(value)
     known = _SPELLINGS.get(text)
     if known is None:
         legal = [repr(name) for name in _LEGAL if (name, argument) != ("fp8", "eval_precision")]

@@ -53,7 +53,7 @@ class GradientRow(NamedTuple):
         return self.precision in ("fp16", "") and self.underflow_fraction > 0.1
 
     @property
-    def is_divided_twice(self) -> bool:
+    def is_too_short(self) -> bool:
         """Return whether the gradient is shorter than its direction explains, by the loss scale at most."""
         return self.cosine > 0.5 and 0.98 / self.scale < self.norm_ratio < 0.7 * self.cosine
 

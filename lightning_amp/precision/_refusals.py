@@ -67,8 +67,11 @@ def _own_scaling(module: LightningModule) -> Iterator[str]:
                     " and skips already. Remove it, and call `self.manual_backward(loss)` and `optimizer.step()`"
                 )
     for step in ("training_step", "forward"):
-        if re.search(r"autocast\((?!.*enabled=False)", _source(getattr(module, step))):
-            yield f"`{step}` uses `torch.autocast` itself, which overrides the plugin's inside it. Remove it"
+        if re.search(r"autocast\((?!.*enabled=False|[^)]*enabled=False)", _source(getattr(module, step))):
+            yield (
+                f"`{step}` uses `torch.autocast` itself, which overrides the plugin's inside it. If that is meant to"
+                " choose the precision, remove it"
+            )
 
 
 def _source(function: Any) -> str:

@@ -133,7 +133,7 @@ def describe_gradient(sample: GradientSample, scale: float | None, found: str, b
         return f"GradientMonitor, step {total.step}: {_healthy(sample, scale, before)}"
     at = f"loss scale {exact(total.scale)}" if total.precision == "fp16" else total.precision
     names = [f"`{row.name}`{_share(row)}" for row in bad if row is not total and sample.forward_is_finite]
-    if total.is_divided_twice:
+    if total.is_too_short:
         found = (
             "fix: `lightning_amp.precision.unscale_(self.trainer, optimizer)` before code that clips gradients, or"
             " instead of a division by the loss scale (not tried)"
@@ -151,11 +151,11 @@ def _what(sample: GradientSample, first: GradientRow) -> str:
         if sample.forward_is_finite:
             return "the gradient overflows, and in fp32 it does not"
         return "the forward overflows, and in fp32 it does not, so that no loss scale helps alone"
-    if total.is_divided_twice or (total.cosine > 0.99 and total.norm_ratio > 1.4):
+    if total.is_too_short or (total.cosine > 0.99 and total.norm_ratio > 1.4):
         about = "" if total.cosine > 0.99 else "about "
         text = f"the gradient has {about}the direction of fp32, but {rounded(total.norm_ratio)} times its length"
         why = "`training_step` and the plugin both divide by the loss scale, or `training_step` clips scaled gradients"
-        return f"{text}: {why}" if total.is_divided_twice else text
+        return f"{text}: {why}" if total.is_too_short else text
     if first.rounds_to_zero:
         return f"{percent(total.underflow_fraction)} of the gradient rounds to zero"
     return f"the gradient keeps {bits_kept(total.sqnr_db, total.precision)} of fp32"

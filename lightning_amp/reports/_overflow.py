@@ -260,7 +260,10 @@ def _fix(report: Overflow) -> str:
     if report.bad_rate is not None:
         return f"the schedule; go back to a checkpoint before step {report.bad_rate[0]:,}"
     if report.cause == "weights":
-        return "go back to a checkpoint in which it is finite; if it grew, lower the learning rate; no precision helps"
+        return (
+            "go back to a checkpoint in which it is finite, with a lower learning rate if weights had grown; no"
+            " precision helps"
+        )
     if report.cause == "not reproduced":
         hooks = "hooks and callbacks that edit gradients, " if report.record.skipped else ""
         return (

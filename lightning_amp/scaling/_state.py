@@ -69,10 +69,9 @@ class GradientState:
         # FSDP2 keeps the gradients of batches without synchronisation elsewhere
         self.is_sharded = any(map(_sharding.is_sharded, parameters(optimizer)))
 
-    @property
-    def num_edits(self) -> int:
+    def num_edits(self, has_hooks: bool) -> int:
         """Return a number that grows when the user's optimizer, or a hook of a step, changes parameters in place."""
-        is_plain = self.is_torchs and not _torch.has_step_hooks(self.optimizer)
+        is_plain = self.is_torchs and not has_hooks
         return 0 if is_plain else sum(map(_modules.version, parameters(self.optimizer)))
 
     def _forget_check(self) -> None:

@@ -320,12 +320,12 @@ class OptimizerSteps:
         first = not state.takes_closure or not (plan.in_closure or state.is_torchs or has_hooks)
         undo = snapshot(optimizer) if self.skips and state.moves_early and not first else None
         skip: Skip | None = None
-        result, calls, edits, leave = None, 0, state.num_edits, SkipStep()
+        result, calls, edits, leave = None, 0, state.num_edits(has_hooks), SkipStep()
 
         def run_closure() -> Any:
             nonlocal skip, result, calls
             THREAD.in_step = False  # the closure may step other optimizers
-            state.moves_early |= calls > 0 or state.num_edits != edits
+            state.moves_early |= calls > 0 or state.num_edits(has_hooks) != edits
             result, calls, skip = closure(), calls + 1, Skip.NO
             skip = self._check(state, before_update, plan)
             if skip.known:

@@ -61,7 +61,6 @@ class ByHand(Toy):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("rules", [["net.0", "net.2"], ["net.[02]"], [nn.Linear], ["net.2", nn.Linear]])
-@pytest.mark.filterwarnings("ignore:lightning_amp. precision")  # `ByHand` has its own autocast
 def test_training_equals_islands_by_hand(rules: list[Any], precision: str) -> None:
     reference = fit(ByHand, AmpPrecision(precision))
     ours = fit(Toy, AmpPrecision(precision, fp32_modules=rules))

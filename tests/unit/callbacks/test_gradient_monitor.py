@@ -268,11 +268,7 @@ class Adversaries(Manual):
 
 
 def test_a_vector_of_losses_with_its_own_gradient_is_sampled() -> None:
-    class Vector(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
+    class Vector(Manual):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from lightning_amp.casting import Choice, _precision_choice, has_bf16_units
 CPU = torch.device("cpu")
 
 
+class StrMember(str, Enum):
+    """Its members are strings, but `str` gives their names."""
+
+
 @pytest.mark.parametrize(
     ("choice", "spellings"),
     [
@@ -20,7 +25,8 @@ CPU = torch.device("cpu")
     ],
 )
 def test_spellings(choice: tuple[str, str, torch.dtype], spellings: list[Any]) -> None:
-    for spelling in (*spellings, *choice):
+    member = StrMember("StrMember", {"one": spellings[0]})["one"]
+    for spelling in (*spellings, *choice, member):
         assert Choice.of(_precision_choice.parse_precision(spelling)) == choice
 
 

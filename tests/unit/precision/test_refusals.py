@@ -71,7 +71,14 @@ def test_said_once(module: type[Toy], message: str) -> None:
 class AutocastOff(Toy):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         with torch.autocast("cpu", enabled=False):
+            self.net(batch)
+        # fmt: off
+        with torch.autocast(
+            "cpu",
+            enabled=False,
+        ):
             return self.loss(batch)
+        # fmt: on
 
 
 @pytest.mark.parametrize("module", [Toy, AutocastOff])
