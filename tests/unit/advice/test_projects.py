@@ -97,6 +97,17 @@ class WithRows(Toy):
         return batches(4)
 
 
+class OwnAdam(torch.optim.Adam):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_what_an_optimizer_reads_is_no_wait() -> None:
+    """Adam reads its counts, which are on the host; the user's line is a caller of it."""
+    report = doctor(lambda: WithRows(lambda params: OwnAdam(params, 1e-3, foreach=False)), precision="bf16")
+    assert "host-waits" not in codes(report)
+
+
 def test_products_of_an_optimizer_do_not_count_as_products_of_the_module() -> None:
     found = []
     for make in (Orthogonal, torch.optim.SGD):
