@@ -22,6 +22,7 @@ from lightning_amp.findings import (
     LostPrecision,
     ModuleSums,
     TriedRemedy,
+    bits_kept,
     describe_tried,
     worst_db,
 )
@@ -154,7 +155,8 @@ def lost_in_training(
         if total.precision != "fp16" or fitting_scale is None or (fitting_scale < total.scale) != overflows:
             return ""
         again = sampler.take(fitting_scale)
-        return describe_tried([TriedRemedy(_scale_setting(trainer, row.scale, fitting_scale), _is_cured(again))])
+        setting = _scale_setting(trainer, row.scale, fitting_scale)
+        return describe_tried([TriedRemedy(setting, _is_cured(again))]) + _kept(again)
     outputs = OutputComparison(inputs=True)
     # a scale that has not settled would overflow in the backward
     scale = min(total.scale, fitting_scale or total.scale) if total.precision == "fp16" else total.scale
@@ -163,15 +165,20 @@ def lost_in_training(
     if found is None:
         return ""
     setting = f"`fp32_modules=[{found.module!r}]`"
-    is_cured = _is_cured(sampler.take(total.scale, rules=[found.module]))
-    if not is_cured and scale < total.scale:
+    again = sampler.take(total.scale, rules=[found.module])
+    if not _is_cured(again) and scale < total.scale:
         setting += f" and {_scale_setting(trainer, total.scale, scale)}"
-        is_cured = _is_cured(sampler.take(scale, rules=[found.module]))
-    return str(found._replace(tried=(TriedRemedy(setting, is_cured),)))
+        again = sampler.take(scale, rules=[found.module])
+    return str(found._replace(tried=(TriedRemedy(setting, _is_cured(again)),))) + _kept(again)
 
 
 def _is_cured(sample: GradientSample | None) -> bool:
     return sample is not None and not sample.bad()
+
+
+def _kept(sample: GradientSample | None) -> str:
+    total = sample.rows[-1] if sample is not None and not math.isnan(sample.rows[-1].sqnr_db) else None
+    return f"; the gradient then keeps {bits_kept(total.sqnr_db, total.precision)}" if total is not None else ""
 
 
 def settled_scale(trainer: Trainer, now: float) -> float:

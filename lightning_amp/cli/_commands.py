@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -87,7 +86,6 @@ def run_doctor(options: Any) -> Outcome:
         from lightning_amp._compat._names import seed_everything
 
         user = _user(options)
-        sys.stderr.write(f"lightning-amp doctor: training some steps of {user['make_module']!r}\n")
         seed_everything(options.seed, verbose=False)
         report = doctor(**user, **where)
     else:

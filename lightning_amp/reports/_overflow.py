@@ -179,14 +179,15 @@ def _what(report: Overflow) -> str:
     if report.cause == "not reproduced":
         return "cause not found, no replay shows the same fault" if report.num_replayed else "cause not looked for"
     part = f"in the {report.cause}"
+    loss = ""
     if report.cause == "backward":
         part += f" at loss scale {exact(report.record.scale)}" if report.record.scale != 1 else ""
-        part += ", the loss is finite"
+        loss = "; the loss is finite"
     if report.fitting_scale is not None or _leaves_range(report):
-        return f"{precision} overflow {part}"
+        return f"{precision} overflow {part}{loss}"
     value = _VALUES["" if operation is None else operation.result]
     also = {"not finite": ", in fp32 too", "finite": f", in {precision} only", "": ""}[report.in_fp32]
-    return f"{value} {part}{also}"
+    return f"{value} {part}{also}{loss}"
 
 
 def _leaves_range(report: Overflow) -> bool:
