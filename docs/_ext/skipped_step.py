@@ -37,7 +37,7 @@ def main() -> None:
     text = Text(printed())
     for pattern, style in COLOURS.items():
         text.highlight_regex(pattern, style)
-    console = Console(record=True, width=114, file=StringIO())
+    console = Console(record=True, width=124, file=StringIO())
     console.print(text)  # with a blank line at the end
     with tempfile.TemporaryDirectory() as folder:
         svg, picture = Path(folder, "picture.svg"), DOCS / "_static" / "skipped_step.png"

@@ -224,11 +224,14 @@ def _value(report: Overflow, operation: Op) -> str:
             return f"the largest true gradient is {rounded(report.largest_gradient)}{ends}"
         verb = "got" if operation.is_sum else "gave"
         return f"{operation.name} {verb} a gradient of {_VALUES[operation.result]}{special}"
-    largest = operation.largest_input if operation.kind == "cast" else operation.largest_in_fp32
+    source = operation.largest_input
+    largest = source if operation.kind == "cast" else operation.largest_in_fp32
     if _leaves_range(report) and largest is not None:
-        return f"{operation.name} gave {rounded(largest)}{ends}{special}"
-    if not special and operation.largest_input is not None:
-        special = f"; its largest input is {rounded(operation.largest_input)}"
+        is_outlier = not special and operation.kind != "cast" and source is not None and source > largest / 10
+        given = f" from an input of {rounded(source)}" if is_outlier and source is not None else ""
+        return f"{operation.name} gave {rounded(largest)}{given}{ends}{special}"
+    if not special and source is not None:
+        special = f"; its largest input is {rounded(source)}"
     return f"{operation.name} gave {_VALUES[operation.result]}{special}"
 
 

@@ -169,3 +169,11 @@ def test_a_remedy_whose_loss_is_not_that_of_fp32_does_not_work() -> None:
     assert dict(report.remedies)['AmpPrecision("bf16")'] is False
     assert "(tried: works)" in str(report)
     assert "bf16" not in str(report)
+
+
+def test_an_input_as_large_as_the_result_is_named() -> None:
+    data = torch.ones(4, 8)
+    data[2, 5] = 1e6
+    locator = OverflowLocator()
+    fit(Toy, AmpPrecision("fp16"), torch.utils.data.DataLoader(data, batch_size=4), callbacks=[locator])
+    assert " from an input of 1e+06, fp16 ends at 65,504" in str(locator.reports[0])
