@@ -335,7 +335,7 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._run is not None and self._run.steps is not None:
-            self._run.protection.settle()
+            self._run.protection.settle(in_window=True)  # the entries of the module are its buffers
         self.flush()
         derivatives = self._derivatives.state()
         return self._state() | ({} if derivatives is None else {_DERIVATIVES: derivatives})
@@ -359,8 +359,6 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.scaler is not None:
             checkpoint[STOCK_KEY] = self.scaler.state_dict()
-        if self._run is not None and self._run.steps is not None:
-            self._run.protection.mend(checkpoint["state_dict"])
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -192,17 +192,6 @@ class KeptBuffers:
         if not self._will_step:
             self._before = None
 
-    def mend(self, state_dict: dict[str, Any]) -> None:
-        """Replace non-finite values of an overflow in a checkpoint; see `SkipProtection.mend`."""
-        found = {i: state_dict.get(place.qualified) for i, place in enumerate(self._places)}
-        entries = {i: entry for i, entry in found.items() if entry is not None}  # some buffers are not saved
-        before = self._before
-        if before is None or all_finite(entries.values()) or not all_finite(before.floating()):
-            return
-        for [i], copy in before.copies(entries):
-            if entries[i].shape == before.tensors[i].shape:
-                state_dict[self._places[i].qualified] = copy.view(entries[i].shape).clone()
-
     def observe(self, optimizer: Optimizer, result: StepResult, *, manual: bool) -> None:
         """Restore buffers if the step was skipped. `manual`: more forwards may follow in this training step."""
         window = self._latest
