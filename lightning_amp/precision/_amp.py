@@ -174,8 +174,7 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
             self._fp8_layers = run.fp8.layers
         if fitting:
             fp8, resumes = [] if run.fp8 is None else run.fp8.summaries, trainer.ckpt_path is not None
-            line = first_line(self, [run.forward], why, fp8, resumes=resumes, num_buffers=len(run.named_buffers))
-            _messages.info(line)
+            _messages.info(first_line(self, [run.forward], why, fp8, resumes=resumes))
         elif why:
             _messages.info(f"lightning_amp: {precision_on(training, self.device, why)}.")
         return module

@@ -19,7 +19,6 @@ def first_line(
     fp8: Iterable[str],
     *,
     resumes: bool = False,
-    num_buffers: int = 0,
 ) -> str:
     """Return the line at the start of a fit, or of a loop of Fabric.
 
@@ -29,7 +28,6 @@ def first_line(
         why: The reason of `"auto"`; empty for a precision that the user named.
         fp8: Summaries of the layers in fp8.
         resumes: Whether a checkpoint is about to set the scale, so that nothing is known of it.
-        num_buffers: Number of buffers named by the user that a skipped step restores.
 
     """
     training, evaluation = forwards[0].training, forwards[0].evaluation
@@ -44,10 +42,7 @@ def first_line(
         parts.append(f"evaluation in {evaluation.name}")
     if num_fp32_modules := sum(len(forward.fp32_modules) for forward in forwards):
         parts.append(f"{counted(num_fp32_modules, 'module')} in fp32")
-    ending = f"non-finite steps are {'skipped' if plugin._skips else 'taken'}"
-    if num_buffers and plugin._skips:
-        ending += f", which also puts back {counted(num_buffers, 'buffer')}"
-    return f"lightning_amp: {', '.join(parts)}; {ending}."
+    return f"lightning_amp: {', '.join(parts)}; non-finite steps are {'skipped' if plugin._skips else 'taken'}."
 
 
 def precision_on(choice: Choice, device_type: str, why: str) -> str:
