@@ -120,7 +120,7 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
         require_bool("upcast_parameters", upcast_parameters)
         self.upcast_parameters = upcast_parameters
         self._fp8_layers: dict[str, str | None] = {}
-        self._choice, self.scaler = self._settings.first()
+        self._choice, self.scaler = self._until_attached()
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -161,8 +161,8 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
         device = trainer.strategy.root_device
         self.device = device.type
         fitting = trainer.state.fn == TrainerFn.FITTING
-        training, evaluation, why = self._settings.choose(device, fitting=fitting)
-        self._choice, self.scaler = training, self._settings.scaler(training, self.device)
+        training, evaluation, why = self._choose(device, fitting=fitting)
+        self._choice, self.scaler = training, self._scaler_for(training, self.device)
         if fitting:
             self._begin_log(self._last_trainer.goes_on(trainer), training.name)
             if self.upcast_parameters:  # before `fp32_modules`, because these refuse half-precision parameters

@@ -36,11 +36,6 @@ _IN_FABRIC = Calls(
     "Pass the optimizer to `fabric.setup(model, optimizer)`, or to `fabric.setup_optimizers`, and call `step()` of what"
     " it returns",
 )
-
-
-_KEPT = ("_settings", "fp8_recipe", "fp32_modules", "skip_nonfinite", "restore_buffers", "process_group", "device")
-"""The attributes that a copy or a pickle has."""
-
 _BEFORE_SETUP = "Call `model.float()` before `fabric.setup`, or load the model in float32"
 
 
@@ -107,10 +102,11 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
     ) -> None:
         self._take(precision, None, scaler, fp32_modules, skip_nonfinite, restore_buffers, fp8_recipe)
         self.process_group = process_group
+        self._kept = ["_kept", *vars(self)]  # the attributes that a copy or a pickle has
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        self._choice, scaler = self._settings.first()
+        self._choice, scaler = self._until_attached()
         self._new: list[nn.Module] = []  # were set up since the last forward
         self._forwards: list[ForwardContexts] = []  # of the modules before
         self._fp8_layers: dict[str, str | None] = {}
@@ -121,7 +117,7 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings and the scaler for a pickle or a deep copy, without the modules and steps."""
-        return {name: vars(self)[name] for name in _KEPT}
+        return {name: vars(self)[name] for name in self._kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -154,9 +150,9 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
         if self._root_device is None:
             tensors = (t for module in modules for t in (*module.parameters(), *module.buffers()))
             device = next((t.device for t in tensors), torch.device(self.device))
-            choice, _, self._why = self._settings.choose(device, self.process_group)
+            choice, _, self._why = self._choose(device, self.process_group)
             self.device, self._choice = device.type, choice
-            self.go_on_in(choice.name, self._settings.scaler(choice, device.type))
+            self.go_on_in(choice.name, self._scaler_for(choice, device.type))
             if self._loaded is not None:
                 self._load_and_say(self._loaded)
             self._root_device = device

@@ -36,7 +36,7 @@ def first_line(
         kind = "static" if plugin.scaler.min_scale == plugin.scaler.max_scale else "dynamic"
         scale = f"loss scale ({kind})" if resumes else f"loss scale {exact(plugin.scaler.get_scale())} ({kind})"
         parts.append(scale if plugin.scaler.is_enabled() else "no loss scale (the scaler is disabled)")
-    elif plugin._settings.given_scaler is not None:
+    elif plugin._given_scaler is not None:
         parts.append("`scaler` is left unused")
     if evaluation != training:
         parts.append(f"evaluation in {evaluation.name}")
