@@ -15,7 +15,7 @@ from lightning_amp import _messages
 from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
 from lightning_amp._text import named
-from lightning_amp._user_line import innermost
+from lightning_amp._user_line import Place, is_users
 from lightning_amp.casting import Choice
 
 _HALF = {
@@ -88,10 +88,10 @@ def _look(error: BaseException, roots: Sequence[nn.Module], where: str) -> tuple
     names = {id(module): name for root in roots for name, module in root.named_modules() if name}
     is_double = any(p.dtype == torch.float64 for root in roots for p in root.parameters())
     doubles: list[str] = []
-    lines: list[tuple[str, int]] = []
+    place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, method = frame.f_code.co_filename, frame.f_code.co_name
-        lines.append((file, line))
+        place = f", {Place(file, line)}" if is_users(file) else place
         arguments = inspect.getargvalues(frame)
         passed = (*arguments.args, arguments.varargs, arguments.keywords)
         values = {name: arguments.locals.get(name) for name in passed if name is not None}
@@ -104,5 +104,4 @@ def _look(error: BaseException, roots: Sequence[nn.Module], where: str) -> tuple
                 doubles = doubles or [*found]
         elif method == "forward" and id(owner) in names:
             where = f"`{_modules.plain_name(names[id(owner)])}` ({type(owner).__name__})"
-    place = innermost(lines)
-    return where if place is None else f"{where}, {place}", doubles
+    return where + place, doubles
