@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
-from lightning_amp._text import literal
+from lightning_amp._text import listed, literal
 
 
 def require(fine: bool, name: str, rule: str, value: object, next_step: str = "", *, none: str = "") -> None:
@@ -46,6 +47,16 @@ def checked_rules(name: str, rules: object, legal: str, example: str, base: type
         if rule == "" or not (isinstance(rule, str) or (isinstance(rule, type) and issubclass(rule, base or ()))):
             raise ValueError(f"`{name}` must hold {legal}; got {literal(rule)}.")
     return checked
+
+
+def no_match(
+    argument: str, rule: str, kind: str, names: Iterable[str], write: Callable[[str], str] = repr
+) -> ValueError:
+    """Return the error for a rule that matches none of these `names` of modules or buffers, with the closest ones."""
+    known, last = list(dict.fromkeys(names)), rule.strip("*").rpartition(".")[2]
+    close = [name for name in known if last and last in name] or difflib.get_close_matches(rule, known, cutoff=0.5)
+    where = f"{'Close to it' if close else 'There'} are: {listed([*map(write, close or known)] or ['none'], most=5)}"
+    return ValueError(f"`{argument}` has the rule {write(rule)}, which matches no {kind}. {where}.")
 
 
 def is_number(value: Any, *, finite: bool = True) -> bool:

@@ -1,4 +1,4 @@
-"""Find out who owns the code in a file, and find the user's own line in a frame or a traceback."""
+"""Find out who owns the code in a file, and write a line of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import linecache
 import os
 import sysconfig
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -76,9 +75,3 @@ def is_users(file: str) -> bool:
 def is_own_project(file: str) -> bool:
     """Return whether a file is the user's own, so that they can edit it."""
     return owner_of(file) == "project"
-
-
-def innermost(lines: Iterable[tuple[str, int]]) -> Place | None:
-    """Return the last line of the user's code in a traceback of files and lines, outermost first."""
-    found = [Place(file, line) for file, line in lines if is_users(file)]
-    return found[-1] if found else None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from torch import nn
 from typing_extensions import final
 
+from lightning_amp._arguments import no_match
 from lightning_amp._compat import _modules
-from lightning_amp._text import listed
 from lightning_amp.casting._fp32_metrics import is_metric
 from lightning_amp.casting._fp32_region import InFp32
 from lightning_amp.numerics import HALF_DTYPES
@@ -35,7 +34,10 @@ def modules_matching(root: nn.Module, rules: Iterable[Rule]) -> dict[str, nn.Mod
         else:
             hits = [(name, module) for name, module in names.items() if isinstance(module, rule)]
         if not hits:
-            raise ValueError(_nothing(rule, names))
+            if isinstance(rule, str):
+                raise no_match("fp32_modules", rule, "module", names)
+            kinds = (type(module).__name__ for module in names.values())
+            raise no_match("fp32_modules", rule.__name__, "module", kinds, "`{}`".format)
         for hit in hits:
             for name, module in _computing(*hit):
                 found.setdefault(module, name)
@@ -48,18 +50,6 @@ def _computing(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     if type(module).forward is not nn.Module.forward:
         return [(name, module)]
     return [pair for child_name, child in module.named_children() for pair in _computing(f"{name}.{child_name}", child)]
-
-
-def _nothing(rule: Rule, names: dict[str, nn.Module]) -> str:
-    if isinstance(rule, str):
-        wanted, known = repr(rule), [repr(name) for name in names]
-    else:
-        wanted, known = f"`{rule.__name__}`", [f"`{type(module).__name__}`" for module in names.values()]
-    known = list(dict.fromkeys(known)) or ["no submodules"]
-    last = wanted.strip("'`*").rpartition(".")[2]
-    close = [name for name in known if last and last in name] or difflib.get_close_matches(wanted, known, cutoff=0.4)
-    where = f"Close to it are: {listed(close, most=5)}" if close else f"There are: {listed(known, most=5)}"
-    return f"`fp32_modules` has the rule {wanted}, which matches no module. {where}."
 
 
 @final

@@ -28,14 +28,7 @@ _SPELLINGS: dict[str, Precision] = {
     text: name for legal, name in _LEGAL.items() for text in (str(legal), str(legal).removeprefix("torch."))
 }
 """Our name for each legal value as text: `"torch.float16"`, `"float16"` and `"16"`, too."""
-_MEANT = {
-    **_SPELLINGS,
-    "half": "fp16",
-    "8": "fp8",
-    "torch.float8_e4m3fn": "fp8",
-    "transformer-engine": "fp8",
-    **dict.fromkeys(("64", "double", "float64", "torch.float64"), "fp32"),
-}
+_MEANT: dict[str, Precision] = {**_SPELLINGS, "half": "fp16", "float8_e4m3fn": "fp8", "64": "fp32", "float64": "fp32"}
 """Our name for what a user may have meant by an unknown spelling that is close to one of these."""
 
 
@@ -125,7 +118,7 @@ def _meant(text: str, argument: str) -> str:
             " float32 weights."
         )
     known = [spelling for spelling, name in _MEANT.items() if (name, argument) != ("fp8", "eval_precision")]
-    closest = difflib.get_close_matches(text, known, 1)
+    closest = difflib.get_close_matches(text.removeprefix("torch.").removesuffix("-mixed"), known, 1)
     return f" Did you mean {_MEANT[closest[0]]!r}?" if closest else ""
 
 

@@ -120,7 +120,7 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
         require_bool("upcast_parameters", upcast_parameters)
         self.upcast_parameters = upcast_parameters
         self._fp8_layers: dict[str, str | None] = {}
-        self._choice, self.scaler = self._settings.first()
+        self._choice, self.scaler = self._until_attached()
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -161,8 +161,8 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
         device = trainer.strategy.root_device
         self.device = device.type
         fitting = trainer.state.fn == TrainerFn.FITTING
-        training, evaluation, why = self._settings.choose(device, fitting=fitting)
-        self._choice, self.scaler = training, self._settings.scaler(training, self.device)
+        training, evaluation, why = self._choose(device, fitting=fitting)
+        self._choice, self.scaler = training, self._scaler_for(training, self.device)
         if fitting:
             self._begin_log(self._last_trainer.goes_on(trainer), training.name)
             if self.upcast_parameters:  # before `fp32_modules`, because these refuse half-precision parameters
@@ -174,8 +174,7 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
             self._fp8_layers = run.fp8.layers
         if fitting:
             fp8, resumes = [] if run.fp8 is None else run.fp8.summaries, trainer.ckpt_path is not None
-            line = first_line(self, [run.forward], why, fp8, resumes=resumes, num_buffers=len(run.named_buffers))
-            _messages.info(line)
+            _messages.info(first_line(self, [run.forward], why, fp8, resumes=resumes))
         elif why:
             _messages.info(f"lightning_amp: {precision_on(training, self.device, why)}.")
         return module
@@ -335,7 +334,7 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._run is not None and self._run.steps is not None:
-            self._run.protection.settle()
+            self._run.protection.settle(in_window=True)  # the entries of the module are its buffers
         self.flush()
         derivatives = self._derivatives.state()
         return self._state() | ({} if derivatives is None else {_DERIVATIVES: derivatives})
@@ -359,8 +358,6 @@ class AmpPrecision(PluginArguments, StepCounts, MixedPrecision):  # type: ignore
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.scaler is not None:
             checkpoint[STOCK_KEY] = self.scaler.state_dict()
-        if self._run is not None and self._run.steps is not None:
-            self._run.protection.mend(checkpoint["state_dict"])
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

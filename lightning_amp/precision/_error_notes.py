@@ -6,18 +6,16 @@ import inspect
 import re
 import traceback
 from collections.abc import Sequence
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 
 from lightning_amp import _messages
 from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
 from lightning_amp._text import named
-from lightning_amp._user_line import innermost
+from lightning_amp._user_line import Place, is_users
 from lightning_amp.casting import Choice
 
 _HALF = {
@@ -52,7 +50,7 @@ def note(error: BaseException | None, choice: Choice, modules: Sequence[nn.Modul
     is_half = choice.mixed and bool(_HALF[choice.dtype].search(received) or _UNNAMED.search(message))
     if not is_double and (not is_half or (_NO_FLOATS.search(message) and not _FLOATS.search(message))):
         return
-    where, function, doubles = _look(error, modules, step)
+    where, doubles = _look(error, modules, step)
     half = str(choice.dtype).removeprefix("torch.")
     if is_double:
         if not doubles:
@@ -65,10 +63,6 @@ def note(error: BaseException | None, choice: Choice, modules: Sequence[nn.Modul
         text = f"this CPU has no {half} kernel for that layer: keep the layer in fp32 with `fp32_modules`"
     elif "without overflow" in message:
         text = f"{half} does not hold that number: write `torch.finfo(x.dtype).min` (or `.max`) for a tensor `x`"
-    elif function:
-        text = (
-            f"run this `torch.autograd.Function` in fp32: `lightning_amp.precision.fp32_region({function}.apply)(...)`"
-        )
     else:
         why = f"outputs of layers are {half} under autocast"
         if _UNSUPPORTED.search(message):
@@ -86,20 +80,18 @@ def note(error: BaseException | None, choice: Choice, modules: Sequence[nn.Modul
         _messages.info(text)
 
 
-def _look(error: BaseException, roots: Sequence[nn.Module], step: str) -> tuple[str, str, list[str]]:
-    """Return where an error was raised, the `torch.autograd.Function` that was running, and what was float64.
+def _look(error: BaseException, roots: Sequence[nn.Module], where: str) -> tuple[str, list[str]]:
+    """Return where an error was raised, and the float64 arguments of the root's own method, such as `training_step`.
 
-    These are the arguments of the root's own method, such as `training_step`, unless the module is float64 itself.
-    A function of torch, such as that of activation checkpointing, does not count.
+    A module that is float64 itself may have such arguments. If no submodule's forward was running, it is `where`.
     """
     names = {id(module): name for root in roots for name, module in root.named_modules() if name}
     is_double = any(p.dtype == torch.float64 for root in roots for p in root.parameters())
-    where, function = step, ""
     doubles: list[str] = []
-    lines: list[tuple[str, int]] = []
+    place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, method = frame.f_code.co_filename, frame.f_code.co_name
-        lines.append((file, line))
+        place = f", {Place(file, line)}" if is_users(file) else place
         arguments = inspect.getargvalues(frame)
         passed = (*arguments.args, arguments.varargs, arguments.keywords)
         values = {name: arguments.locals.get(name) for name in passed if name is not None}
@@ -111,23 +103,5 @@ def _look(error: BaseException, roots: Sequence[nn.Module], step: str) -> tuple[
                 )
                 doubles = doubles or [*found]
         elif method == "forward" and id(owner) in names:
-            where, function = f"`{_modules.plain_name(names[id(owner)])}` ({type(owner).__name__})", ""
-        elif method in ("forward", "setup_context") and (own := _function_with(method, frame.f_code)) is not None:
-            function = "" if _of_torch(own.__module__) else own.__name__
-        elif method == "backward" and isinstance(owner, FunctionCtx) and not _of_torch(frame.f_globals["__name__"]):
-            function = type(owner).__name__.removesuffix("Backward")
-            where = f"the backward of `{function}`"
-    place = innermost(lines)
-    return where if place is None else f"{where}, {place}", function, doubles
-
-
-def _function_with(method: str, code: CodeType) -> type | None:
-    """Return the `torch.autograd.Function` whose method has this code."""
-    found: list[type] = [torch.autograd.Function]
-    for one in found:
-        found += one.__subclasses__()
-    return next((one for one in found if getattr(inspect.unwrap(getattr(one, method)), "__code__", None) is code), None)
-
-
-def _of_torch(module: str) -> bool:
-    return module.startswith("torch.")
+            where = f"`{_modules.plain_name(names[id(owner)])}` ({type(owner).__name__})"
+    return where + place, doubles

@@ -36,11 +36,6 @@ _IN_FABRIC = Calls(
     "Pass the optimizer to `fabric.setup(model, optimizer)`, or to `fabric.setup_optimizers`, and call `step()` of what"
     " it returns",
 )
-
-
-_KEPT = ("_settings", "fp8_recipe", "fp32_modules", "skip_nonfinite", "restore_buffers", "process_group", "device")
-"""The attributes that a copy or a pickle has."""
-
 _BEFORE_SETUP = "Call `model.float()` before `fabric.setup`, or load the model in float32"
 
 
@@ -107,10 +102,11 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
     ) -> None:
         self._take(precision, None, scaler, fp32_modules, skip_nonfinite, restore_buffers, fp8_recipe)
         self.process_group = process_group
+        self._kept = ["_kept", *vars(self)]  # the attributes that a copy or a pickle has
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        self._choice, scaler = self._settings.first()
+        self._choice, scaler = self._until_attached()
         self._new: list[nn.Module] = []  # were set up since the last forward
         self._forwards: list[ForwardContexts] = []  # of the modules before
         self._fp8_layers: dict[str, str | None] = {}
@@ -121,7 +117,7 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings and the scaler for a pickle or a deep copy, without the modules and steps."""
-        return {name: vars(self)[name] for name in _KEPT}
+        return {name: vars(self)[name] for name in self._kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -147,62 +143,45 @@ class FabricAmpPrecision(PluginArguments, ScaledSteps, Precision):  # type: igno
         return module
 
     def _get_ready(self) -> None:
-        """Let the settings take effect on modules that were set up since."""
-        if self._root_device is None and not self._new:
+        """Let the settings take effect on modules that were set up since, on the device of the first one."""
+        modules = self._new  # kept if an error follows, so that the next forward raises it again
+        if self._root_device is None and not modules:
             raise RuntimeError(f"`{self!r}` has no module yet: call `model, optimizer = fabric.setup(...)` first.")
         if self._root_device is None:
-            self._settle()
-        if not self._new:
+            tensors = (t for module in modules for t in (*module.parameters(), *module.buffers()))
+            device = next((t.device for t in tensors), torch.device(self.device))
+            choice, _, self._why = self._choose(device, self.process_group)
+            self.device, self._choice = device.type, choice
+            self.go_on_in(choice.name, self._scaler_for(choice, device.type))
+            if self._loaded is not None:
+                self._load_and_say(self._loaded)
+            self._root_device = device
+        if not modules:
             return
-        fp8 = self._add(self._new)
-        self.started().expect(p for m in self._new for p in m.parameters())
-        self._new = []
-        if self._why is None:
-            _messages.info(*(f"lightning_amp: {summary}." for summary in fp8))
-        else:
-            _messages.info(first_line(self, self._forwards, self._why, fp8))
-            self._why = None
-
-    def _settle(self) -> None:
-        """Let the settings take effect on the device of the first parameter or buffer."""
-        tensors = (t for module in self._new for t in (*module.parameters(), *module.buffers()))
-        device = next((t.device for t in tensors), torch.device(self.device))
-        choice, _, self._why = self._settings.choose(device, self.process_group)
-        self.device, self._choice = device.type, choice
-        self.go_on_in(choice.name, self._settings.scaler(choice, device.type))
-        if self._loaded is not None:
-            self._load_and_say(self._loaded)
-        self._root_device = device
-
-    def _add(self, modules: Sequence[nn.Module]) -> list[str]:
-        """Apply the settings to modules that were set up, and describe what runs in fp8.
-
-        If one is refused, none is changed.
-        """
         is_first, choice, device = not self._forwards, self._settled(), self._root_device
-        assert device is not None
         rules = _by_module(modules, self.fp32_modules, modules_matching, strict=is_first)
         named = _by_module(modules, self.restore_buffers, matching_places, strict=is_first)
         for module in modules if choice.mixed else ():
             _refusals.refuse_half_parameters(module, choice, lambda _: _BEFORE_SETUP)
-        added: list[ForwardContexts] = []
-        fp8 = None
-        try:
-            for module, its_rules in zip(modules, rules, strict=True):
-                forward = partial(autocast, choice, device.type)
-                added.append(ForwardContexts(module, device.type, choice, choice, its_rules, forward))
-            if self.fp8_recipe is not None:
-                fp8 = Fp8(added, self.fp8_recipe, device, is_first=is_first)
-                self._fp8_layers |= fp8.layers
-        except BaseException:
-            for forward in added:
-                forward.detach()
-            raise
+        forward = partial(autocast, choice, device.type)
+        pairs = zip(modules, rules, strict=True)
+        added = [ForwardContexts(m, device.type, choice, choice, its_rules, forward) for m, its_rules in pairs]
+        summaries: list[str] = []
+        if self.fp8_recipe is not None:
+            fp8 = Fp8(added, self.fp8_recipe, device, is_first=is_first)
+            self._fp8_layers |= fp8.layers
+            summaries = fp8.summaries
         for module, its_rules in zip(modules, named, strict=True) if self._skips else ():
             both = (norm_places(module), True), (matching_places(module, its_rules), False)
             self._buffers += [KeptBuffers(module, found, counted=counted) for found, counted in both if found]
         self._forwards += added
-        return [] if fp8 is None else fp8.summaries
+        self._new = []
+        self.started().expect(p for m in modules for p in m.parameters())
+        if self._why is None:
+            _messages.info(*(f"lightning_amp: {summary}." for summary in summaries))
+        else:
+            _messages.info(first_line(self, self._forwards, self._why, summaries))
+            self._why = None
 
     # -- forward -------------------------------------------------------------------------------------------------------
 

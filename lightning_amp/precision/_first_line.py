@@ -19,7 +19,6 @@ def first_line(
     fp8: Iterable[str],
     *,
     resumes: bool = False,
-    num_buffers: int = 0,
 ) -> str:
     """Return the line at the start of a fit, or of a loop of Fabric.
 
@@ -29,7 +28,6 @@ def first_line(
         why: The reason of `"auto"`; empty for a precision that the user named.
         fp8: Summaries of the layers in fp8.
         resumes: Whether a checkpoint is about to set the scale, so that nothing is known of it.
-        num_buffers: Number of buffers named by the user that a skipped step restores.
 
     """
     training, evaluation = forwards[0].training, forwards[0].evaluation
@@ -38,16 +36,13 @@ def first_line(
         kind = "static" if plugin.scaler.min_scale == plugin.scaler.max_scale else "dynamic"
         scale = f"loss scale ({kind})" if resumes else f"loss scale {exact(plugin.scaler.get_scale())} ({kind})"
         parts.append(scale if plugin.scaler.is_enabled() else "no loss scale (the scaler is disabled)")
-    elif plugin._settings.given_scaler is not None:
+    elif plugin._given_scaler is not None:
         parts.append("`scaler` is left unused")
     if evaluation != training:
         parts.append(f"evaluation in {evaluation.name}")
     if num_fp32_modules := sum(len(forward.fp32_modules) for forward in forwards):
         parts.append(f"{counted(num_fp32_modules, 'module')} in fp32")
-    ending = f"non-finite steps are {'skipped' if plugin._skips else 'taken'}"
-    if num_buffers and plugin._skips:
-        ending += f", which also puts back {counted(num_buffers, 'buffer')}"
-    return f"lightning_amp: {', '.join(parts)}; {ending}."
+    return f"lightning_amp: {', '.join(parts)}; non-finite steps are {'skipped' if plugin._skips else 'taken'}."
 
 
 def precision_on(choice: Choice, device_type: str, why: str) -> str:

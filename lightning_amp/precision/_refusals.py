@@ -158,4 +158,4 @@ def require_trainer(plugin: Any, module: Any) -> None:
 
 def as_written(name: str, plugin: Any) -> str:
     """Return the code that makes a plugin of another class with the precision of this one."""
-    return f"{name}({plugin._settings.requested!r})"
+    return f"{name}({plugin._requested!r})"

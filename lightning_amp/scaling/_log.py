@@ -140,11 +140,6 @@ class RecordLog:
 
     # -- listening -----------------------------------------------------------------------------------------------------
 
-    @property
-    def wants_losses(self) -> bool:
-        """Return whether a listener asks for steps that were applied although their loss was not finite."""
-        return any(s.on_bad_loss is not None for s in self.subscriptions)
-
     def subscribe(
         self, listener: Callable[[list[StepRecord]], None], *, at_once: bool = False, **also: Any
     ) -> Subscription:
@@ -167,7 +162,7 @@ class RecordLog:
 
     def append(self, step: StepResult) -> None:
         """Add the result of an attempted step; :meth:`complete` adds the next scale to it."""
-        if self.wants_losses:
+        if any(s.on_bad_loss is not None for s in self.subscriptions):
             step.reported_bad_loss = step.bad_loss
         self._open.append(step)
         if step.skip.known:

@@ -10,7 +10,6 @@ of its own layers.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -24,8 +23,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import final
 
+from lightning_amp._arguments import no_match
 from lightning_amp._compat import _modules, _torch
-from lightning_amp._text import listed
 from lightning_amp.numerics import all_finite
 from lightning_amp.scaling import Skip, StepResult
 
@@ -61,9 +60,7 @@ def matching_places(root: nn.Module, rules: Sequence[str]) -> list[BufferPlace]:
     names = [name for name, _ in everywhere]
     for rule in rules:
         if not any(fnmatchcase(name, rule) for name in names):
-            raise ValueError(
-                f"`restore_buffers` has the rule {rule!r}, which matches no buffer. {_hint(rule, root, names)}"
-            )
+            raise no_match("restore_buffers", rule, "buffer", names)
     norms = {(place.module, place.name) for place in norm_places(root)}
     found = {(p.module, p.name): p for name, p in everywhere if any(fnmatchcase(name, rule) for rule in rules)}
     return [place for key, place in found.items() if key not in norms]
@@ -71,19 +68,6 @@ def matching_places(root: nn.Module, rules: Sequence[str]) -> list[BufferPlace]:
 
 def _places(prefix: str, module: nn.Module) -> list[BufferPlace]:
     return [BufferPlace(module, name, f"{prefix}.{name}".lstrip(".")) for name in _modules.buffer_names(module)]
-
-
-def _hint(rule: str, root: nn.Module, names: list[str]) -> str:
-    plain = [(prefix, *item) for prefix, module in root.named_modules() for item in vars(module).items()]
-    others = [f"{prefix}.{name}".lstrip(".") for prefix, name, value in plain if isinstance(value, Tensor)]
-    for name in map(_modules.plain_name, dict(root.named_parameters())):
-        if fnmatchcase(name, rule):
-            return f"`{name}` is a parameter, which a skipped step leaves unchanged."
-    for name in map(_modules.plain_name, others):
-        if fnmatchcase(name, rule):
-            return f"`{name}` is no buffer: write `register_buffer({name.rpartition('.')[2]!r}, ...)`."
-    close = difflib.get_close_matches(rule, names, n=5, cutoff=0.5)
-    return f"{'Close to it' if close else 'There'} are: {listed([*map(repr, close or names)] or ['none'], most=5)}."
 
 
 # -- their values ------------------------------------------------------------------------------------------------------
@@ -191,17 +175,6 @@ class KeptBuffers:
                 self._choose(before, after, None, Skip(bad))
         if not self._will_step:
             self._before = None
-
-    def mend(self, state_dict: dict[str, Any]) -> None:
-        """Replace non-finite values of an overflow in a checkpoint; see `SkipProtection.mend`."""
-        found = {i: state_dict.get(place.qualified) for i, place in enumerate(self._places)}
-        entries = {i: entry for i, entry in found.items() if entry is not None}  # some buffers are not saved
-        before = self._before
-        if before is None or all_finite(entries.values()) or not all_finite(before.floating()):
-            return
-        for [i], copy in before.copies(entries):
-            if entries[i].shape == before.tensors[i].shape:
-                state_dict[self._places[i].qualified] = copy.view(entries[i].shape).clone()
 
     def observe(self, optimizer: Optimizer, result: StepResult, *, manual: bool) -> None:
         """Restore buffers if the step was skipped. `manual`: more forwards may follow in this training step."""

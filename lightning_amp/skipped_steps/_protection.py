@@ -107,18 +107,13 @@ class SkipProtection:
             buffers.observe(optimizer, result, manual=not self._module.automatic_optimization)
 
     def settle(self, *, in_window: bool = False) -> None:
-        """Remove non-finite values from buffers before a checkpoint reads them; with `in_window`, before validation."""
-        for buffers in self._buffers:
-            buffers.settle(in_window=in_window)
+        """Remove non-finite values from buffers after a pass without steps.
 
-    def mend(self, state_dict: dict[str, Any]) -> None:
-        """Replace non-finite values of an overflow in a checkpoint that is saved within a window.
-
-        The run that loads the checkpoint cannot drop the window, since the checkpoint has no gradients. Finite values
-        stay, as in fp32. Entries are replaced, never written into. This waits for the device if a window is open.
+        With `in_window`, also within a window, before validation or a checkpoint: the run that loads it cannot drop the
+        window, since the checkpoint has no gradients.
         """
         for buffers in self._buffers:
-            buffers.mend(state_dict)
+            buffers.settle(in_window=in_window)
 
     def detach(self) -> None:
         """Restore the user's objects."""

@@ -262,16 +262,12 @@ def test_a_batch_that_is_kept_is_not_written_into() -> None:
     [
         (["quue"], r"'quue', which matches no buffer. Close to it are: 'queue'"),
         (["queue", "centre"], r"'centre', which matches no buffer. There are: 'queue', 'queue_pointer'"),
-        (["net.weight"], r"'net.weight', which matches no buffer. `net.weight` is a parameter"),
-        (["plain"], r"'plain', which matches no buffer. `plain` is no buffer: .*register_buffer\('plain', ...\)"),
     ],
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_rule_that_matches_nothing(rules: list[str], message: str, precision: str) -> None:
-    module = MoCo()
-    module.plain = torch.zeros(3)
     with pytest.raises(ValueError, match=f"`restore_buffers` has the rule {message}"):
-        fit(module, AmpPrecision(precision, restore_buffers=rules))
+        fit(MoCo(), AmpPrecision(precision, restore_buffers=rules))
 
 
 @pytest.mark.parametrize("rules", ["queue", [3], [nn.Linear], [""], 7])

@@ -13,7 +13,7 @@ import torch
 import torchmetrics
 
 import lightning_amp
-from lightning_amp._user_line import Place, innermost, is_own_project, is_users, owner_of
+from lightning_amp._user_line import Place, is_own_project, is_users, owner_of
 
 HERE, PYTHON = __file__, sysconfig.get_path("stdlib")
 
@@ -44,9 +44,3 @@ def test_the_line_is_shown_with_its_code() -> None:
     line = Place(HERE, inspect.currentframe().f_lineno)
     assert str(line) == f'{Path(HERE).name}:{line.line} "line = Place(HERE, inspect.currentframe().f_lineno)"'
     assert str(Place("gone.py", 3)) == "gone.py:3"
-
-
-def test_of_a_traceback_the_innermost_line_counts() -> None:
-    lines = [(lightning.__file__, 1), (HERE, 2), (HERE, 3), (torch.__file__, 4)]
-    assert innermost(lines) == Place(HERE, 3)
-    assert innermost(lines[:1]) is None
