@@ -8,7 +8,6 @@ import platform
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -49,7 +48,7 @@ class Product:
 
     Attributes:
         size: Rows, columns and depth.
-        tflops: 10^12 floating-point operations per second, from the median time.
+        tflops: 10^12 floating-point operations per second, from the shortest time.
         speed: The speed relative to fp32 in the same rounds; `None` if fp32 did not run.
 
     """
@@ -156,7 +155,7 @@ def _products(names: Sequence[str], sizes: Sequence[int], device: torch.device, 
         calls = {name: product_of(name, (size, size, size), device) for name in last if 8 * last[name] <= _PRODUCT_S}
         found = timed(calls, _PRODUCT_S, failed)
         for name, seconds in found.items():
-            last[name] = median(seconds)
+            last[name] = min(seconds)  # other work on the machine makes a product slower, never faster
             speed = compare(seconds, found.get("fp32", ())) if name != "fp32" else None
             yield Product(name, size, 2 * size**3 / last[name] / 1e12, speed)
 

@@ -88,9 +88,9 @@ class GradientMonitor(Observer):
     Raises:
         ValueError: If an argument is out of its range.
 
-    One line at the end of fit sums up the last sample. It names the module that keeps the fewest bits in the last two
-    samples. If a gradient is lost, it says where. If values round to zero or overflow, it names a loss scale. If a
-    module keeps few bits, or the forward overflows, it names the module whose output is furthest from fp32, although
+    One line at the end of fit sums up the last sample. It names the module that keeps the fewest bits, if the last two
+    samples show it. If a gradient is lost, it says where. If values round to zero or overflow, it names a loss scale. If a
+    module keeps few bits, or its output overflows, it names the module whose output is furthest from fp32, although
     its inputs are close. It says whether that scale, or `fp32_modules=[module]`, helped in a trial. If the gradient has
     the direction of fp32 and another length, the line says so: `training_step` may clip gradients while they are
     multiplied with the loss scale (:func:`~lightning_amp.precision.unscale_`).
@@ -209,7 +209,7 @@ class GradientMonitor(Observer):
     def _judge(self, trainer: Trainer, sample: GradientSample, sampler: GradientSampler) -> None:
         """Try a setting against a new fault of the sample, and keep the words for the end of the fit."""
         bad, found, scale, total = sample.bad(), "", self.recommended_scale, sample.rows[-1]
-        if bad and not total.is_too_short and math.isfinite(total.largest):
+        if bad and sample.too_short is None and math.isfinite(total.largest):
             # if the backward overflows, another scale may fit by now
             fitting = scale if math.isnan(total.sqnr_db) and sample.forward_is_finite else None
             key = bad[0].name, bad[0].rounds_to_zero, sample.forward_is_finite, fitting

@@ -162,6 +162,8 @@ def lost_in_training(
     scale = min(total.scale, fitting_scale or total.scale) if total.precision == "fp16" else total.scale
     sampler.take(scale, outputs=outputs)
     found = furthest_module(outputs.sums_of_all_ranks(trainer), total.precision)
+    if not sample.forward_is_finite and (found is None or found.output_sqnr_db > -math.inf):
+        return "no module made the first value that is not finite; `OverflowLocator` finds the operation"
     if found is None:
         return ""
     setting = f"`fp32_modules=[{found.module!r}]`"
@@ -173,7 +175,7 @@ def lost_in_training(
 
 
 def _is_cured(sample: GradientSample | None) -> bool:
-    return sample is not None and not sample.bad()
+    return sample is not None and sample.forward_is_finite and not sample.bad()
 
 
 def _kept(sample: GradientSample | None) -> str:

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status, text = INTERRUPTED, "interrupted"
     except Exception as error:
         wrong = error if isinstance(error, UsageError) else usage_error(error)
-        status, text = WRONG_USE, str(wrong)
+        status, text = WRONG_USE, " ".join([str(wrong), *getattr(error, "__notes__", ())])
         if wrong is None:
             text = f"this is an error of {NAME} itself: {type(error).__name__}: {error}. Please report it, with what"
             status, text = CRASHED, f"{text} the same command prints if {DEBUG}=1."

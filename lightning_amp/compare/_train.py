@@ -87,7 +87,7 @@ def train(spec: Spec, started: float, work_folder: str = "") -> Run:
     except Exception as caught:
         with contextlib.suppress(OSError):  # the disk is full
             traceback.print_exc()
-        error = f"{type(caught).__name__}: {caught}"
+        error = "\n".join([f"{type(caught).__name__}: {caught}", *getattr(caught, "__notes__", ())])
     return _sum_up(spec, observer, trainer, {"error": error, "total_s": time.time() - started})
 
 

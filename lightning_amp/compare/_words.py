@@ -188,7 +188,7 @@ def recommend(arms: Sequence[Arm]) -> tuple[str | None, list[str]]:
     elif any(arm.finished for arm in others):
         remedy = "Larger margins could change that, or an arm with `fp32_modules`."
     else:
-        remedy = "Failed runs have to run again before they can be judged."
+        remedy = "Failed runs are not judged: mend the error, and call again."
     return reference.label, [f"Stay with {name}: {reasons}.", remedy]
 
 
@@ -223,7 +223,7 @@ def _question(arm: Arm, reference: Arm, busy: str) -> str:
     if not arm.finished or arm.judged("worse") or (not undecided and _ratio(arm) is not None):
         return ""
     if undecided:
-        return f"{name} is undecided in {_names(undecided)}: {undecided[0].verdict.reason}"
+        return f"{name} is undecided in {_names(undecided)}{_skipped(arm)}: {undecided[0].verdict.reason}"
     less = f" and {_memory(arm, reference)}" if _memory_ratio(arm, reference) < _SMALLER else ""
     if arm.speed is None:
         return f"{name} is not worse{less}, but its speed was not compared: {arm.not_compared}"
@@ -237,11 +237,14 @@ def _why_not(arm: Arm) -> str:
     if not arm.finished:
         return f"{name} {_failure(arm)}"
     if worse:
-        steps = arm.num_skipped + arm.num_steps
-        skipped = f", and skipped {arm.num_skipped:,} of {steps:,} steps" if arm.num_skipped else ""
-        return f"{name} is worse in {_names(worse)}{skipped}"
+        return f"{name} is worse in {_names(worse)}{_skipped(arm)}"
     is_slower = arm.speed is not None and arm.speed.claim == "slower"
     return f"{name} is not worse, but {arm.speed if is_slower else 'neither faster nor smaller'}"
+
+
+def _skipped(arm: Arm) -> str:
+    steps = arm.num_skipped + arm.num_steps
+    return f", and skipped {arm.num_skipped:,} of {steps:,} steps" if arm.num_skipped else ""
 
 
 def _gain(arm: Arm, reference: Arm) -> str:

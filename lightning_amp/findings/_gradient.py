@@ -93,3 +93,11 @@ class GradientSample(NamedTuple):
         lost = [row for row in parts if _ROUNDING_DB < row.sqnr_db < (_LOW_DB if whole else _LOST_DB)]
         lost = lost or [row for row in parts if row.rounds_to_zero and row.sqnr_db < _LOW_DB]
         return lost or [total] * whole
+
+    @property
+    def too_short(self) -> GradientRow | None:
+        """Return the row of all gradients if it is too short, or the first lost row if each lost row is too short."""
+        bad, total = self.bad(), self.rows[-1]
+        if total.is_too_short:
+            return total
+        return bad[0] if bad and all(row.is_too_short for row in bad) else None

@@ -133,7 +133,7 @@ def describe_gradient(sample: GradientSample, scale: float | None, found: str, b
         return f"GradientMonitor, step {total.step}: {_healthy(sample, scale, before)}"
     at = f"loss scale {exact(total.scale)}" if total.precision == "fp16" else total.precision
     names = [f"`{row.name}`{_share(row)}" for row in bad if row is not total and sample.forward_is_finite]
-    if total.is_too_short:
+    if sample.too_short is not None:
         found = (
             "fix: `lightning_amp.precision.unscale_(self.trainer, optimizer)` before code that clips gradients, or"
             " instead of a division by the loss scale (not tried)"
@@ -151,11 +151,13 @@ def _what(sample: GradientSample, first: GradientRow) -> str:
         if sample.forward_is_finite:
             return "the gradient overflows, and in fp32 it does not"
         return "the forward overflows, and in fp32 it does not, so that no loss scale helps alone"
-    if total.is_too_short or (total.cosine > 0.99 and total.norm_ratio > 1.4):
-        about = "" if total.cosine > 0.99 else "about "
-        text = f"the gradient has {about}the direction of fp32, but {rounded(total.norm_ratio)} times its length"
+    short = sample.too_short
+    if short is not None or (total.cosine > 0.99 and total.norm_ratio > 1.4):
+        row = short or total
+        about = "" if row.cosine > 0.99 else "about "
+        text = f"the gradient has {about}the direction of fp32, but {rounded(row.norm_ratio)} times its length"
         why = "`training_step` and the plugin both divide by the loss scale, or `training_step` clips scaled gradients"
-        return f"{text}: {why}" if total.is_too_short else text
+        return f"{text}: {why}" if short is not None else text
     if first.rounds_to_zero:
         return f"{percent(total.underflow_fraction)} of the gradient rounds to zero"
     return f"the gradient keeps {bits_kept(total.sqnr_db, total.precision)} of fp32"
@@ -173,11 +175,11 @@ def _healthy(sample: GradientSample, scale: float | None, before: Sequence[Gradi
         return "the gradient equals fp32."
     text = f"the gradient keeps {bits_kept(total.sqnr_db, total.precision)} ({total.sqnr_db:.0f} dB)"
     # A value near the kink of a ReLU may fall on its other side. In a small batch this costs a module many bits once.
-    earlier = {row.name: row.sqnr_db for row in before}
-    rows = [row for row in parts if row.largest and row.sqnr_db > 0 and row.name in earlier]
-    if levels := {row.name: max(row.sqnr_db, earlier[row.name]) for row in rows}:
-        least = min(levels, key=lambda name: levels[name])
-        text += f", in `{least}` {bits_kept(levels[least], total.precision)}"
+    lower = {row.name for row in before if row.sqnr_db < total.sqnr_db}
+    rows = [row for row in parts if row.largest and 0 < row.sqnr_db < total.sqnr_db and row.name in lower]
+    if rows:
+        least = min(rows, key=lambda row: row.sqnr_db)
+        text += f", in `{least.name}` {bits_kept(least.sqnr_db, total.precision)}"
     text += "."
     # a gradient in float32 may be too large for fp16
     if total.precision != "fp16" or round(total.headroom_bits, 1) < 0:

@@ -268,14 +268,14 @@ def _fix(report: Overflow) -> str:
             "go back to a checkpoint in which it is finite, with a lower learning rate if weights had grown; no"
             " precision helps"
         )
+    if report.growth is not None:
+        return describe_growth(*report.growth)
     if report.cause == "not reproduced":
-        hooks = "hooks and callbacks that edit gradients, " if report.record.skipped else ""
+        hooks = "hooks and callbacks that edit gradients, " if report.record.skipped else "the learning rate, "
         return (
             f"look at {hooks}non-deterministic operations, earlier batches of the window, and counters in the module,"
             " which the replay finds advanced"
         )
-    if report.growth is not None:
-        return describe_growth(*report.growth)
     fixes = [f"{setting} (tried: works)" for setting, works in report.remedies if works]
     if report.fitting_scale is None and not (fixes and _advice_on(report.operation, report.in_fp32) in ("", _SMALLER)):
         fixes.append(f"{_advice(report)} (not tried)")

@@ -11,7 +11,7 @@ import torch
 from lightning_amp._containers import tensors_in
 from lightning_amp.findings import Op
 from lightning_amp.numerics import dense
-from lightning_amp.tracing._operations import CASTS, SUMMING
+from lightning_amp.tracing._operations import CASTS, SUMMING, plain
 from lightning_amp.tracing._trace import FUNCTION, Call, Gradient, Trace
 
 
@@ -43,8 +43,11 @@ def first_bad(run: Trace) -> Call | Gradient | None:
     masked = next((call for call in chain if call.kind == "masked" and call.made.bad), None)
     fault = next((call for call in chain if call.makes_fault), None)
     outside = next((call for call in chain if call.takes_from_outside and not call.is_collective), None)
-    if masked is not None or outside is None or (fault is not None and fault.number < outside.number):
-        return masked or fault or next(iter(chain), None)
+    is_mask = fault in (None, masked) or (fault.made.bad <= {"-inf"} and plain(fault.key.name) != "div")
+    if masked is not None and is_mask:
+        return masked
+    if outside is None or (fault is not None and fault.number < outside.number):
+        return fault or next(iter(chain), None)
     return outside
 
 

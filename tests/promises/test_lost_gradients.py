@@ -102,6 +102,20 @@ def test_an_overflow_of_the_forward_is_named_and_not_the_head(caplog: pytest.Log
     assert "net.4" not in text
 
 
+def test_a_fix_works_only_if_the_loss_is_finite(caplog: pytest.LogCaptureFixture) -> None:
+    """The gradient is close to fp32 with any module in fp32, and the sum outside of the modules still overflows."""
+
+    class SumsInHalf(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            out = self.net(batch)
+            return out.float().square().mean() + 1e-6 * (out * out + 30).half().mul(5000).sum()
+
+    text = words(caplog, SumsInHalf, AmpPrecision("fp16"))
+    assert "the forward overflows, and in fp32 it does not" in text
+    assert "`OverflowLocator` finds the operation" in text
+    assert "tried" not in text
+
+
 def test_an_overflow_of_a_large_output_is_cured_before_the_scale_has_settled(caplog: pytest.LogCaptureFixture) -> None:
     text = words(caplog, LargeOutput, AmpPrecision("fp16"))
     assert "`net.0` (Linear): its output is not finite in fp16" in text

@@ -204,6 +204,20 @@ def test_an_infinite_gradient_that_reaches_no_parameter_does_not_count(caplog: p
     assert "keeps" in text
 
 
+def test_a_loss_that_computes_in_fp32_does_not_use_up_the_headroom() -> None:
+    """`cross_entropy` casts its inputs, so that the scale itself, which fp16 cannot hold, is a gradient in fp32."""
+
+    class Classifies(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.net(batch), torch.zeros(len(batch), dtype=torch.long))
+
+    monitor, plugin = GradientMonitor(2), AmpPrecision("fp16", scaler=2.0**16)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    fit(lambda: Classifies(net=net), plugin, callbacks=[monitor])
+    assert plugin.num_skipped == 0
+    assert min(row.headroom_bits for row in monitor.table) > 0.1
+
+
 def test_a_fit_of_one_step_has_a_sample() -> None:
     monitor = GradientMonitor()
     fit(Toy, fp16(), batches(1), callbacks=[monitor])
@@ -237,7 +251,22 @@ class Unscaled(Manual):
     unscales = True
 
 
-@pytest.mark.parametrize("module", [Manual, ByValue])
+class OneOfTwo(Manual):
+    """Clips the gradients of the first of two optimizers while they are scaled."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[0].parameters(), 0.01), torch.optim.SGD(self.net[2].parameters(), 0.01)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        nn.utils.clip_grad_norm_(self.net[0].parameters(), 0.1)
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("module", [Manual, ByValue, OneOfTwo])
 def test_clipping_of_scaled_gradients_is_named_with_its_cure(module: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         fit(module, fp16(), callbacks=[GradientMonitor(2)])

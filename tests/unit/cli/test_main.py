@@ -25,6 +25,11 @@ from lightning_amp.cli._output import (
 )
 
 
+def noted(error: Exception) -> Exception:
+    vars(error)["__notes__"] = ["Do this."]  # as `add_note` of Python 3.11 does
+    return error
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Make `scale x` return or raise an outcome."""
@@ -46,6 +51,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
         (0, 0, ""),
         (1, 1, ""),
         (UsageError("`x` must be\n  less\n"), 2, "lightning-amp scale: `x` must be less\n"),
+        (noted(UsageError("`x` fails")), 2, "lightning-amp scale: `x` fails Do this.\n"),
         (KeyboardInterrupt(), 130, "lightning-amp scale: interrupted\n"),
     ],
 )

@@ -83,7 +83,7 @@ def test_a_failure_is_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert run.error == "ArithmeticError: no fp16 here | really\nnot"
     assert "on_train_batch_start" in capsys.readouterr().err  # the traceback is in its log
     assert here(spec(tmp_path, "fp32", FailsInFp16)).error is None
-    assert here(spec(tmp_path, module=raises)).error == "RuntimeError: no module today"
+    assert here(spec(tmp_path, module=raises)).error == "RuntimeError: no module today\nCome back tomorrow."
     assert "must return a LightningModule; it returned int" in here(spec(tmp_path, module=not_a_module)).error
     assert "must return a LightningDataModule; it returned int" in here(spec(tmp_path, data=not_a_module)).error
 

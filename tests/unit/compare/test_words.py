@@ -119,10 +119,11 @@ def test_failed_runs_are_listed() -> None:
     assert "- failed: `bf16, seed 1`: OutOfMemoryError: CUDA" in str(REPORTS["failing"]())
 
 
-def test_a_worse_arm_says_what_it_skipped() -> None:
-    report = compared({"fp32": SAME, "bf16": WORSE})
+@pytest.mark.parametrize(("values", "verdict"), [(WORSE, "worse"), (UNCLEAR, "undecided")])
+def test_an_arm_that_is_not_fine_says_what_it_skipped(values: list[float], verdict: str) -> None:
+    report = compared({"fp32": SAME, "bf16": values})
     runs = [replace(r, num_skipped=5, num_steps=95) if r.label == "bf16" else r for r in runs_of(report)]
-    assert "worse in `val_loss`, and skipped 15 of 300 steps" in PrecisionReport(report.plan, runs).recommendation
+    assert f"{verdict} in `val_loss`, and skipped 15 of 300 steps" in PrecisionReport(report.plan, runs).recommendation
 
 
 @pytest.mark.parametrize(

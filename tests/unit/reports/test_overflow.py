@@ -177,3 +177,9 @@ def test_an_input_as_large_as_the_result_is_named() -> None:
     locator = OverflowLocator()
     fit(Toy, AmpPrecision("fp16"), torch.utils.data.DataLoader(data, batch_size=4), callbacks=[locator])
     assert " from an input of 1e+06, fp16 ends at 65,504" in str(locator.reports[0])
+
+
+def test_weights_that_grow_explain_a_step_whose_cause_no_replay_shows() -> None:
+    taken = replace(REPORT, record=replace(RECORD, skipped=False), cause="not reproduced", operation=None)
+    assert "fix: look at the learning rate" in str(taken)
+    assert "fix: a lower learning rate" in str(replace(taken, growth=("largest", 1.0, 1e25)))

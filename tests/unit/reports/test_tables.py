@@ -198,7 +198,7 @@ def test_a_module_keeps_few_bits_if_two_samples_show_it() -> None:
     rows = [once._replace(sqnr_db=8.0), both._replace(sqnr_db=20.0), total]
     before = [once, both._replace(sqnr_db=31.0), total]
     text = describe_gradient(GradientSample(rows), None, "", before)
-    assert "keeps 8 of 11 bits (50 dB), in `both` 5 of 11 bits." in text
+    assert "keeps 8 of 11 bits (50 dB), in `both` 3 of 11 bits." in text  # of the latest sample, as in the table
     assert "it fits, with 0 bits of room" in text
     assert "-0.0" not in str(GradientTable(rows))
     assert "(50 dB). At" in describe_gradient(GradientSample(rows), None, "", [])

@@ -68,6 +68,15 @@ def everything_masked(module: Any, x: Tensor) -> Tensor:
     return torch.softmax(scores.float(), -1).sum()
 
 
+def divided_by_zero(module: Any, x: Tensor) -> Tensor:
+    """Whole rows are infinite, which is no mask."""
+    return torch.log_softmax(-module.body(x).float().abs() / 0.0, -1).sum()
+
+
+def masked_by_a_logarithm(module: Any, x: Tensor) -> Tensor:
+    return torch.softmax(module.body(x).float() + torch.zeros(4, 8).log(), -1).sum()
+
+
 def steep(module: Any, x: Tensor) -> Tensor:
     return torch.sqrt(module.body(x).float().relu() * 0).sum()
 
@@ -87,6 +96,8 @@ def repeated(module: Any, x: Tensor) -> Tensor:
     [
         (overflows, ("mul", "", "Call")),
         (everything_masked, ("softmax", "", "Call")),
+        (masked_by_a_logarithm, ("softmax", "", "Call")),
+        (divided_by_zero, ("div", "", "Call")),
         (steep, ("sqrt", "", "Gradient")),
         (written, ("assignment", "", "Call")),
         (repeated, ("sqrt", "", "Gradient")),
