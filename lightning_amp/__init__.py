@@ -62,7 +62,7 @@ def _load(name: str) -> _typing.Any:
     drops the text of an `AttributeError`.
     """
     if name in _ELSEWHERE:
-        raise ImportError(f"`{name}` is in a folder: write `from {__name__}.{_ELSEWHERE[name]} import {name}`.")
+        raise ImportError(f"`{name}` has its own folder: write `from {__name__}.{_ELSEWHERE[name]} import {name}`.")
     path = f"{__name__}.{_FOLDER_OF.get(name, name)}"
     if _util.find_spec(path) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -321,7 +321,7 @@ class MetricComparison(Observer):
         unknown = sorted(wanted.difference(logged))
         # The other ranks do not have a metric that is logged on rank 0 only.
         if trainer.strategy.reduce_boolean_decision(bool(unknown), all=True):
-            raise ValueError(f"`tolerance` names metrics that are not logged: {unknown}. Choose from {logged}")
+            raise ValueError(f"`tolerance` names metrics that are not logged: {unknown}. Choose from {logged}.")
 
     def _judge(self, trainer: Trainer, module: LightningModule, compared: PairedEvaluation, *, is_new: bool) -> None:
         """Warn of a metric that went wrong, once with its module, or raise. All ranks must call this."""

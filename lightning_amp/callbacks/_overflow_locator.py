@@ -86,12 +86,13 @@ class OverflowLocator(Observer):
     with its number. In tensor parallelism only the rank where the fault began is reported, with its shard;
     rank 0 logs and writes the files for all.
 
-    A replay may differ from the real step. It has the weights after a step that was taken. The step may have changed attributes of the module (a counter, a schedule of
-    its own). Another optimizer may have changed weights in the same manual step. A batch may have been edited in
-    place; after the first such batch, each one is copied before its step. Callbacks that draw random numbers or edit
-    the batch in `on_train_batch_start` should stand before this one in the list. Modules compiled by `torch.compile`
-    run eagerly in the replay. The replay cannot see inside modules compiled by TorchScript. The locator sees only skips
-    of :class:`~lightning_amp.AmpPrecision`; with another plugin it logs a line and does nothing.
+    A replay may differ from the real step. It has the weights after a step that was taken. The step may have changed
+    attributes of the module (a counter, a schedule of its own). Another optimizer may have changed weights in the same
+    manual step. A batch may have been edited in place; after the first such batch, each one is copied before its step.
+    Callbacks that draw random numbers or edit the batch in `on_train_batch_start` should stand before this one in the
+    list. Modules compiled by `torch.compile` run eagerly in the replay. The replay cannot see inside modules compiled
+    by TorchScript. The locator sees only skips of :class:`~lightning_amp.AmpPrecision`; with another plugin it logs a
+    line and does nothing.
 
     Args:
         max_reports: Stop searching after this many different causes in this Trainer; from then on it only counts. A

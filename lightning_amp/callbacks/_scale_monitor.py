@@ -119,7 +119,7 @@ class ScaleMonitor(Observer):
             self._watch = _ScalerWatch(scaler, self.history)
         else:
             advice = "With `plugins=[AmpPrecision(...)]` it shows skipped steps in every precision"
-            self._stand_aside(f"{type(plugin).__name__} has no loss scaler. {advice}")
+            self._stand_aside(f"the plugin `{type(plugin).__name__}` has no loss scaler. {advice}")
 
     @override
     def on_train_batch_end(
