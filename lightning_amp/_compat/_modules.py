@@ -33,11 +33,6 @@ def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
     return vars(module)["_parameters"]
 
 
-def set_own_parameters(module: torch.nn.Module, parameters: dict[str, Any]) -> None:
-    """Replace that dictionary. Remove with `own_parameters`."""
-    vars(module)["_parameters"] = parameters
-
-
 def is_transformed_or_traced() -> bool:
     """Return whether a `torch.func` transform or `torch.jit.trace` is active.
 

@@ -101,8 +101,6 @@ class _Layer(MethodOverride):
         self.calls, self.is_reused = 0, False  # in this step; in this or an earlier one
         self._copies = copies
         self._forward = type(owner).forward
-        # the forward of `nn.MultiheadAttention` reads the projection's weight without a call
-        self._places = [owner, owner.out_proj] if isinstance(owner, nn.MultiheadAttention) else [owner]
 
     @override
     def install(self) -> None:
@@ -121,15 +119,19 @@ class _Layer(MethodOverride):
             self.is_reused = self.calls > 1
         if not self.is_reused or in_backward or _modules.is_transformed_or_traced() or _modules.is_replayed():
             return self.inner(*args, **kwargs)
-        originals = [(place, _modules.own_parameters(place)) for place in self._places]
-        try:
-            for place, own in originals:
-                half = {name: self._half(p) for name, p in own.items() if "weight" in name}
-                _modules.set_own_parameters(place, {**own, **half})
-            return self.inner(*args, **kwargs)
-        finally:
-            for place, own in originals:
-                _modules.set_own_parameters(place, own)
+        return self._forward(self._with_copies(self.owner), *args, **kwargs)
+
+    def _with_copies(self, module: nn.Module) -> Any:
+        """Return an object with the attributes of a module, whose weights are half-precision copies.
+
+        The module itself stays as it is: another thread may call it meanwhile.
+        """
+        double = object.__new__(type(module))
+        own = {name: self._half(p) if "weight" in name else p for name, p in _modules.own_parameters(module).items()}
+        vars(double).update(vars(module), _parameters=own)
+        if isinstance(module, nn.MultiheadAttention):  # its forward reads the projection's weight without a call
+            vars(double)["_modules"] = {**vars(module)["_modules"], "out_proj": self._with_copies(module.out_proj)}
+        return double
 
     def _half(self, parameter: Any) -> Any:
         """Return the shared copy, with a graph node of its own for this use; the parameter if it cannot be shared."""

@@ -29,8 +29,8 @@ class BackwardWatch:
 
     They note whether a parameter got its latest gradient from a scaled backward or from a plain one. They watch the
     first parameter of each known optimizer, and others, for which there may be optimizers that nobody passed on. A
-    gradient that the user assigns (`p.grad = ...`) counts as a true one. `scaler.scale(loss).backward()` during a run
-    is answered here too.
+    gradient that the user assigns (`p.grad = ...`) counts as a true one, unless it may come from the backward of a
+    copy. `scaler.scale(loss).backward()` during a run is answered here too.
 
     Torch's public registry of step hooks calls it before and after each step of any optimizer. A step past `steps`
     would move weights by the gradients times the scale. The check after a step is needed because its closure may have
@@ -57,6 +57,7 @@ class BackwardWatch:
         self._handles: dict[int, Any] = {}
         self._first: dict[int, Any] = {}  # the watched parameters of the optimizers
         self._before: list[Any] = []  # their gradients when a scaled backward began
+        self._elsewhere = -1  # the number of the latest scaled backward that reached no watched parameter
         self._on_steps = [register_optimizer_step_pre_hook(self), register_optimizer_step_post_hook(self)]
         _WATCHES.append(self)
 
@@ -70,6 +71,8 @@ class BackwardWatch:
         for p, before in zip(self._first.values(), self._before, strict=False):
             if p.grad is not None and p.grad is not before:  # FSDP assigns gradients, so that no hook sees them
                 self._note(p)
+        if self.count not in self._latest.values():
+            self._elsewhere = self.count
         self.in_scaled_backward, self._before = False, []
 
     def watch(self, params: Iterable[Any]) -> None:
@@ -117,10 +120,12 @@ class BackwardWatch:
     def was_assigned(self, state: Any) -> bool:
         """Return whether the user has assigned the gradients of a :class:`GradientState` since its last step.
 
-        No backward has reached its watched parameter since, and the gradient is not one that was there before.
+        No backward has reached its watched parameter since, and the gradient is not one that was there before. If a
+        scaled backward has reached no watched parameter since, they are taken for gradients of a copy of the module,
+        which carry the scale.
         """
         p = state.watched
-        if state.scale is None:
+        if state.scale is None or self._elsewhere > state.since:
             return False
         carried = None if state.carried is None else state.carried()
         if self.origin_of(p) == "unknown" or id(p) in self._plain or p.grad is carried:

@@ -41,9 +41,10 @@ class OptimizerSteps:
         skip_nonfinite: Whether to skip steps with non-finite gradients even without a scaler.
         log: Gets a record of every attempted step.
         optimizers: In the order of `configure_optimizers`. An optimizer that comes later gets the next index, or the
-            place of a known one with the same first parameter.
+            place of a known one whose parameters it has.
         calls: The calls that errors name.
-        watched: Parameters whose optimizers nobody may pass on; a step on their scaled gradients is refused.
+        watched: Parameters whose optimizers may come later, or never; a step past this class on their scaled gradients
+            is refused.
         all_reduce_max: Reduces a tensor in place over all ranks; `None` for one process.
         device: The device that `all_reduce_max` needs; `None`: the device of the gradients.
 
@@ -82,8 +83,7 @@ class OptimizerSteps:
             self._watch = BackwardWatch(self)
             for state in self.states.values():
                 state.watched = self._watch.watch_first(state.optimizer)
-            known = self._known_parameters()
-            self._watch.watch(p for p in watched if id(p) not in known)
+            self.expect(watched)
             self.scale_by_hand = self._watch.scale
             self.scaler.serve(self)
         self.begin_anew()
@@ -123,9 +123,9 @@ class OptimizerSteps:
         """Return the state of an optimizer's gradients; a new optimizer gets the next index."""
         if state := self.states.get(id(optimizer)):
             return state
-        first = next(parameters(optimizer), None)
-        same = (s for s in self.states.values() if first is not None and first is next(parameters(s.optimizer), None))
-        state = next(same, None)
+        mine = {id(p) for p in parameters(optimizer)}
+        before = ((s, {id(p) for p in parameters(s.optimizer)}) for s in self.states.values())
+        state = next((s for s, its in before if its and its <= mine), None)
         if state is not None:  # a loop that makes its optimizers anew
             del self.states[id(state.optimizer)]
             state.adopt(optimizer)
@@ -137,8 +137,7 @@ class OptimizerSteps:
                 if origin != "plain":
                     self._require_one_scale(optimizer)
                     state.scale = self._rest_state.scale
-                state.watched, state.since = self._watch.watch_first(optimizer), -1 if origin == "unknown" else 0
-            mine = {id(p) for p in parameters(optimizer)}
+                state.watched, state.since = self._watch.watch_first(optimizer), -1  # nothing is known to be assigned
             self._rest[:] = [p for p in self._rest if id(p) not in mine]
         self.states[id(optimizer)] = state
         return state

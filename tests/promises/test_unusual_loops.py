@@ -113,9 +113,21 @@ def assigned_after_the_backward_of_another_then_its_own(net: Net, x: Tensor, ind
     other.step()
 
 
+def given_by_a_copy(net: Net, x: Tensor, index: int) -> None:
+    """As the gradients of first-order MAML, or of a local worker."""
+    optimizer: Any = net.optimizers()
+    worker = copy.deepcopy(net.a)
+    worker.zero_grad()
+    net.manual_backward(worker(x).float().square().mean())
+    for p, own in zip(net.a.parameters(), worker.parameters(), strict=True):
+        p.grad = own.grad
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("loop", "optimizers"),
     [
+        (given_by_a_copy, one_sgd),
         (assigned_after_the_backward_of_another, None),
         (assigned_after_the_backward_of_another_then_its_own, None),
         (assigned_after_a_skip, one_sgd),
@@ -124,7 +136,7 @@ def assigned_after_the_backward_of_another_then_its_own(net: Net, x: Tensor, ind
         (assigned_after_a_skip_then_a_backward, lambda net: one_sgd(net, fused=True)),
     ],
 )
-def test_assigned_gradients_are_true_ones(loop: Any, optimizers: Any) -> None:
+def test_assigned_gradients_are_as_in_fp32(loop: Any, optimizers: Any) -> None:
     nets = {precision: Net(loop, optimizers) for precision in ("fp32", "fp16")}
     for precision, net in nets.items():
         fit(net, precision, 2)
@@ -301,6 +313,64 @@ def test_a_closure_in_an_own_loop_runs_inside_of_the_step() -> None:
 
     steps.step(optimizer, closure)
     assert len(calls) > 1
+
+
+class Stages(Net):
+    """Gets another optimizer in its second epoch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(optimizers=one_sgd)
+        self.how = how
+        self.b.requires_grad_(how != "unfrozen")
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.a(x) + self.b(x)).float().square().mean()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            layers = {"unfrozen": [self.b, self.a], "a stage": [self.b], "shared": [self.a, self.b]}[self.how]
+            self.b.requires_grad_(True)
+            optimizers = [torch.optim.SGD(nn.ModuleList(layers).parameters(), 0.1)]
+            self.trainer.optimizers = [*self.trainer.optimizers, *optimizers] if self.how == "shared" else optimizers
+            self.automatic_optimization = self.how != "shared"
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            return self.loss(batch)
+        self.manual_backward(self.loss(batch))
+        for optimizer in reversed(self.optimizers()):
+            optimizer.step()
+        self.zero_grad()
+        return None
+
+
+@pytest.mark.parametrize("how", ["unfrozen", "a stage", "shared"])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_an_optimizer_that_comes_later(how: str, accumulated: int) -> None:
+    nets = {precision: Stages(how) for precision in ("fp32", "fp16")}
+    for precision, net in nets.items():
+        accumulate = {} if how == "shared" else {"accumulate_grad_batches": accumulated}
+        scaler = DynamicLossScaler(64.0, growth_interval=3) if precision == "fp16" else None
+        fit(net, precision, 4, max_epochs=2, plugin=AmpPrecision(precision, scaler=scaler), **accumulate)
+    for one, other in zip(nets["fp32"].parameters(), nets["fp16"].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_threads_may_call_the_module(precision: str) -> None:
+    """Autocast is on in one thread, and off in the other; both call each layer several times at once."""
+
+    def acts(net: Net, x: Tensor, index: int) -> None:
+        with ThreadPoolExecutor(1) as pool, torch.no_grad():
+            acting = pool.submit(lambda: [net.a(x) for _ in range(300)])
+            while not acting.done():
+                net.a(x)
+            assert {out.dtype for out in acting.result()} == {torch.float32}
+        net.manual_backward(net.loss(x))
+
+    net = Net(acts, one_sgd)
+    fit(net, precision, 3)
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
 
 
 def test_another_thread_may_step_during_a_backward() -> None:
