@@ -29,11 +29,12 @@ from lightning_amp._compat._names import Callback, LightningDataModule, Lightnin
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.shadow._failures import in_one_line, is_out_of_memory
 from lightning_amp.shadow._fsdp import shared_internals
+from lightning_amp.shadow._views import NOTHING, View
 
 # Objects that a step only reads, and whose copies would be large, useless or impossible.
 _SHARED: tuple[type, ...] = (
     *(type(threading.Lock()), type(threading.RLock()), types.ModuleType),
-    *(Callback, DataLoader, Dataset, LightningDataModule, LRScheduler, Sampler, torch.optim.Optimizer),
+    *(Callback, DataLoader, Dataset, LightningDataModule, Sampler),
     *(torch.Event, torch.Stream, torch.cuda.Event, torch.cuda.Stream, torch.mps.Event),
     *((torch.distributed.ProcessGroup, DeviceMesh) if torch.distributed.is_available() else ()),
 )
@@ -41,6 +42,8 @@ _ATOMS: tuple[type, ...] = (bool, int, float, str, type(None), types.FunctionTyp
 _DEPTH, _DEPTH_OF_BATCHES = 3, 10
 """How deep the items and attributes of a module's attribute, or of a batch, are looked into."""
 _EMPTY = object()
+_MOVING = ("step", "zero_grad", "add_param_group", "load_state_dict")
+"""Methods of optimizers that a copy of a module must not call a second time."""
 
 Attributes = dict[nn.Module, dict[str, Any]]
 """The attributes of each module, by name."""
@@ -55,11 +58,8 @@ class NotCopiedError(RuntimeError):
 class NotCopied:
     """Stands in a copy for an object that cannot be copied, and raises when it is used."""
 
-    def __init__(self, path: str, error: Exception) -> None:
-        vars(self)["message"] = (
-            f"`{path}` cannot be copied ({in_one_line(error)}), so a copy of the module must not use it. If sharing it"
-            " is harmless, give its class a `__deepcopy__` method that returns `self`"
-        )
+    def __init__(self, path: str, reason: str) -> None:
+        vars(self)["message"] = f"`{path}` cannot be copied ({reason}), so a copy of the module must not use it"
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise NotCopiedError(vars(self)["message"])
@@ -76,8 +76,9 @@ def copy_module(module: LightningModule, memo: dict[int, Any], *, upcast: bool =
 
     Parameters (without gradients and hooks), buffers, metric states, lists and other attributes are copied deeply.
     Parts that are compiled in the module are not compiled in the copy. Bound methods and closures that refer to the
-    module (a forward hook that appends to `self.features`) refer to the copy. Data sets, loaders, optimizers, callbacks
-    and hooks that cannot be copied are shared. Other objects that cannot be copied raise when the copy uses them.
+    module (a forward hook that appends to `self.features`) refer to the copy. Data sets, loaders, callbacks and hooks
+    that cannot be copied are shared. Other objects that cannot be copied raise when the copy uses them, and so do
+    optimizers when it steps them. Steps of LR schedulers do nothing.
 
     Args:
         module: The module; unchanged.
@@ -174,6 +175,8 @@ class _Copier:
             return
         if cls in weakref.ProxyTypes or isinstance(value, _SHARED):
             self._memo[id(value)] = value
+        elif isinstance(value, (LRScheduler, torch.optim.Optimizer)):
+            self._memo[id(value)] = _only_read(value, path)
         elif isinstance(value, nn.Module):  # users keep a large frozen teacher in a list, out of `parameters()`
             self.find(value, path)
         elif isinstance(value, torch.jit.ScriptFunction):
@@ -198,7 +201,8 @@ class _Copier:
                 raise
             for key in list(self._memo)[known:]:  # half-filled objects, which a second reference would use
                 del self._memo[key]
-            return NotCopied(path, error)  # not in the memo, so that functions keep the original
+            own = "if sharing it is harmless, give its class a `__deepcopy__` method that returns `self`"
+            return NotCopied(path, f"{in_one_line(error)}; {own}")  # not in the memo: functions keep the original
 
     def copy_modules(self) -> None:
         """Copy the modules that were found, and enter the copies into the memo, children first."""
@@ -231,6 +235,16 @@ class _Copier:
             else:
                 copies[name] = self.copied(item, path)
         return copies
+
+
+def _only_read(value: Any, path: str) -> Any:
+    """Return a view of an optimizer that refuses to step, or of an LR scheduler whose step does nothing."""
+    if isinstance(value, LRScheduler):  # no gradient depends on its step
+        return View(value, step=NOTHING)
+    refused = NotCopied(path, "it moves the real weights")
+    groups = [{**group, "params": refused} for group in value.param_groups]
+    own: dict[str, Any] = dict.fromkeys(_MOVING, refused)
+    return View(value, param_groups=groups, **own)
 
 
 def _copies_itself(cls: Any) -> bool:

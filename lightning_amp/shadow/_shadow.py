@@ -42,6 +42,7 @@ class Shadow:
         strategy_attributes: Attributes of the view of `trainer.strategy`.
         upcast: Convert half-precision parameters and buffers to float32, for a run in fp32.
         parameters: Parameters outside of the module that its step may reach.
+        replaced: By `id`, the objects that replace others in the copy.
 
     A sharded module has its second set of attributes inside of :meth:`active`. All ranks must enter that context
     together.
@@ -58,6 +59,7 @@ class Shadow:
         strategy_attributes: Mapping[str, Any] | None = None,
         upcast: bool = False,
         parameters: Iterable[nn.Parameter] = (),
+        replaced: Mapping[int, Any] | None = None,
     ) -> None:
         own = {"precision_plugin": replaying(trainer.precision_plugin), **(strategy_attributes or {})}
         strategy = View(trainer.strategy, **own)
@@ -66,7 +68,7 @@ class Shadow:
         self.view: Any = View(
             trainer, strategy=strategy, loggers=loggers, progress_bar_callback=bar, save_checkpoint=NOTHING
         )
-        memo: dict[int, Any] = {id(trainer): self.view, id(trainer.strategy): strategy}
+        memo: dict[int, Any] = {id(trainer): self.view, id(trainer.strategy): strategy, **(replaced or {})}
         memo.update(zip(map(id, trainer.loggers), loggers, strict=True))
         self.exchange: Exchange | None = None
         self._redirecting: Any = None  # a strategy whose model is not the module

@@ -63,6 +63,8 @@ class TrainingPass:
         schedules: list[Any] = [copy.copy(config) for config in trainer.lr_scheduler_configs]
         for config in schedules:
             config.scheduler = View(config.scheduler, step=NOTHING)
+        # the module may hold them, too
+        views = [*(one for each in stand_ins.values() for one in each), *(config.scheduler for config in schedules)]
         optimized = [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
         self._shadow = Shadow(
             trainer,
@@ -75,6 +77,7 @@ class TrainingPass:
             },
             upcast=upcast,
             parameters=optimized,
+            replaced={id(vars(view)["view_target"]): view for view in views},
         )
         self.module = self._shadow.module
         with ExitStack() as undo:
@@ -221,6 +224,7 @@ class TrainingPass:
             step=partial(self._step, stand_in),
             zero_grad=partial(self._zero_grad, stand_in),
             toggle_model=partial(self._toggle_model, stand_in),
+            add_param_group=NOTHING,
         )
         if isinstance(optimizer, LightningOptimizer):  # user code may step the optimizer inside the closure
             vars(stand_in).update(optimizer=stand_in)

@@ -60,7 +60,7 @@ def test_says_that_there_is_nothing_to_show(caplog: pytest.LogCaptureFixture) ->
     monitor = ScaleMonitor()
     with caplog.at_level("INFO"):
         fit(Toy, stock("bf16"), batches(2), callbacks=[monitor])
-    assert "`ScaleMonitor` stands aside: MixedPrecision has no loss scaler" in caplog.text
+    assert "`ScaleMonitor` stands aside: the plugin `MixedPrecision` has no loss scaler" in caplog.text
     assert len(monitor.history) == 0
     assert monitor.history.summary() == "no optimizer step was recorded"  # two were taken
 

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.profilers import PyTorchProfiler
+from support import Toy, assert_same, fit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from zoo.copies import Module, copied
@@ -87,3 +88,43 @@ def test_the_pytorch_profiler_switches_no_callback_off() -> None:
     assert [row.metric for row in comparison.table] == ["val_loss"]
     assert {row.name for row in monitor.table} == {"net.0", "net.1", "(all)"}
     assert [(report.cause, report.note) for report in locator.reports] == [("loss", "")]
+
+
+class StepsItsSchedule(Toy):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.held.step()
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        self.held: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return optimizer
+
+
+class StepsItsOwnOptimizer(StepsItsSchedule):
+    """Steps another optimizer with the gradients of the batch before."""
+
+    def configure_optimizers(self) -> Any:
+        self.held = torch.optim.SGD(self.net[-1].parameters(), 0.01)
+        return super(StepsItsSchedule, self).configure_optimizers()
+
+
+class AddsAGroup(Toy):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        if batch_idx == 3 and len(optimizer.param_groups) < 2:
+            optimizer.add_param_group({"params": [*self.net[-1].parameters()], "lr": 0.1})
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[0].parameters(), 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be run a second time .*StepsItsOwnOptimizer.held. cannot be copied")
+@pytest.mark.parametrize("make", [StepsItsSchedule, StepsItsOwnOptimizer, AddsAGroup])
+def test_a_second_run_steps_and_extends_no_optimizer_and_no_schedule(make: Any) -> None:
+    callbacks: list[Any] = [[], [GradientMonitor(1)]]
+    trainers = [fit(make, AmpPrecision("bf16"), callbacks=each) for each in callbacks]
+    assert_same(*(trainer.lightning_module for trainer in trainers))
+    rates = [[group["lr"] for group in trainer.optimizers[0].param_groups] for trainer in trainers]
+    assert rates[0] == rates[1]
