@@ -156,10 +156,6 @@ def test_update_takes_a_new_scale() -> None:
     assert scaler.get_scale() == 2.0**20
 
 
-def test_scale_takes_lists() -> None:
-    assert [t.item() for t in DynamicLossScaler(4.0).scale([torch.ones(()), torch.ones(())])] == [4.0, 4.0]
-
-
 @pytest.mark.parametrize(
     "scaler", [DynamicLossScaler(enabled=False), DynamicLossScaler(2.0**-3, growth_interval=5, max_scale=1e9)]
 )
