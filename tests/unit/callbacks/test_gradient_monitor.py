@@ -8,18 +8,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import Recorder, Toy, batches, fit, stock
+from support import Manual, Recorder, Toy, batches, fit, stock
 from torch import Tensor, nn
+from zoo.overflows import fp16
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, MetricComparison
+from lightning_amp import AmpPrecision, GradientMonitor, MetricComparison
 from lightning_amp.callbacks import _gradient_monitor
 from lightning_amp.precision import unscale_
 
 KEYS = {_gradient_monitor.UNDERFLOW_FRACTION, _gradient_monitor.HEADROOM_BITS, _gradient_monitor.GRADIENT_SQNR_DB}
-
-
-def fp16(scale: float = 64.0, **kwargs: Any) -> AmpPrecision:
-    return AmpPrecision("fp16", scaler=DynamicLossScaler(scale, **kwargs))
 
 
 class Times(Toy):
@@ -210,34 +207,26 @@ def test_a_fit_of_one_step_has_a_sample() -> None:
     assert {row.step for row in monitor.table} == {1}
 
 
-class Manual(Toy):
+class Clips(Manual):
     unscales = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
+    def edit(self, optimizer: Any, batch_idx: int) -> None:
         if self.unscales:
             unscale_(self.trainer, optimizer)
         self.clip(self.parameters(), 0.1)
-        optimizer.step()
 
     clip = staticmethod(nn.utils.clip_grad_norm_)
 
 
-class ByValue(Manual):
+class ByValue(Clips):
     clip = staticmethod(nn.utils.clip_grad_value_)
 
 
-class Unscaled(Manual):
+class Unscaled(Clips):
     unscales = True
 
 
-@pytest.mark.parametrize("module", [Manual, ByValue])
+@pytest.mark.parametrize("module", [Clips, ByValue])
 def test_clipping_of_scaled_gradients_is_named_with_its_cure(module: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         fit(module, fp16(), callbacks=[GradientMonitor(2)])

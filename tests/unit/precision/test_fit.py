@@ -7,27 +7,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import DEVICE, FEATURES, Toy, assert_same, batches, fit, scaled_fp32
+from support import DEVICE, FEATURES, Manual, Toy, assert_same, batches, fit, scaled_fp32
 from support.promises import fused_adamw, plain_sgd
 from torch import Tensor, nn
+from zoo.toy import TakesNoClosure
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
-
-
-class TakesNoClosure(torch.optim.Optimizer):
-    """SGD whose `step` takes no closure, but a keyword of its own."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.05})
-        self.got: list[Any] = []
-
-    @torch.no_grad()
-    def step(self, *, something: Any = None) -> Any:  # type: ignore[override]
-        self.got.append(something)
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(p.grad, alpha=-group["lr"])
-        return "stepped"
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -71,12 +56,11 @@ def test_keywords_of_a_step_reach_the_optimizer(precision: str, manual: bool) ->
     assert trainer.lightning_module.outputs == ["stepped"] * 2
 
 
-class Closure(Toy):
+class Closure(Manual):
     """Notes the autocast state of its forward and its backward."""
 
     def __init__(self) -> None:
         super().__init__(sgd)
-        self.automatic_optimization = False
         self.seen: list[Any] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -101,12 +85,11 @@ def test_the_users_closure_runs_under_autocast_and_its_backward_does_not(precisi
     assert module.seen == [dtype, False] * 2
 
 
-class OwnLoss(Toy):
+class OwnLoss(Manual):
     """Has a second loss and optimizer, which the plugin does not scale."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: sgd(self.net.parameters()))
-        self.automatic_optimization = False
         self.extra = nn.Linear(FEATURES, 1)
         self.own = [sgd(self.extra.parameters())]  # a list: Lightning does not see it
 
