@@ -36,21 +36,6 @@ def test_keys_are_those_of_the_docstring() -> None:
     assert all(f"`{key}`" in GradientMonitor.__doc__ for key in KEYS)
 
 
-def test_sampled_steps_are_the_same_after_a_resume(tmp_path: Path) -> None:
-    def run(max_epochs: int, ckpt: Path | None = None) -> tuple[GradientMonitor, L.Trainer]:
-        monitor = GradientMonitor(3)
-        return monitor, fit(Toy, fp16(), batches(5), max_epochs=max_epochs, callbacks=[monitor], ckpt_path=ckpt)
-
-    whole, _ = run(2)
-    _, trainer = run(1)
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
-    torch.load(tmp_path / "half.ckpt", weights_only=True)
-    resumed, _ = run(2, tmp_path / "half.ckpt")
-    assert list(resumed.table) == list(whole.table)
-    assert sorted({row.step for row in whole.table}) == [1, 3, 6, 9]
-    assert resumed.recommended_scale == whole.recommended_scale
-
-
 def test_works_with_lightnings_plugin() -> None:
     monitor = GradientMonitor()
     fit(Toy, stock("fp16", init_scale=32.0), callbacks=[monitor])
