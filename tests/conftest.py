@@ -192,7 +192,7 @@ def on_machine() -> Iterator[Callable[[str], None]]:
 
 @pytest.fixture(params=["bf16-fast", "bf16-slow", "fp16-native", "amd", "arm", "none"])
 def machine(request: pytest.FixtureRequest, on_machine: Callable[[str], None]) -> str:
-    """Run the test on each of the four kinds of CPU."""
+    """Run the test on each kind of CPU."""
     on_machine(request.param)
     return request.param
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from support import Toy, batches, fit, quiet_trainer
 from support.trainers import QUIET
 
-from lightning_amp import AmpPrecision, FabricAmpPrecision, OverflowLocator, ScaleMonitor, doctor
+from lightning_amp import AmpPrecision, DynamicLossScaler, FabricAmpPrecision, OverflowLocator, ScaleMonitor, doctor
 from lightning_amp.casting import _precision_choice
 
 
@@ -92,3 +93,16 @@ def test_a_folder_that_nobody_could_write_to(callback: Any, monkeypatch: pytest.
 def test_skip_nonfinite_is_a_bool() -> None:
     with pytest.raises(ValueError, match="`skip_nonfinite`"):
         AmpPrecision("bf16", skip_nonfinite=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", torch.bfloat16])
+@pytest.mark.parametrize("scaler", [DynamicLossScaler(), torch.amp.GradScaler("cpu"), 128.0])
+def test_a_scaler_where_none_is_used(precision: Any, scaler: Any) -> None:
+    with pytest.raises(ValueError, match=r"does not use a loss scaler.*leave `scaler` out"):
+        AmpPrecision(precision, scaler=scaler)
+
+
+@pytest.mark.parametrize("scaler", ["dynamic", -1.0, float("nan"), 0.0, object()])
+def test_not_a_scaler(scaler: Any) -> None:
+    with pytest.raises(ValueError, match=r"scale"):
+        AmpPrecision("fp16", scaler=scaler)

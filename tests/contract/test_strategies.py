@@ -17,15 +17,12 @@ from lightning.pytorch.strategies import (
     Strategy,
     XLAStrategy,
 )
+from multi_rank.fsdp_models import OnTheCPU
 from support import FEATURES, Toy, batches, fit, quiet_trainer
 from torch import nn
 
 import lightning_amp
 from lightning_amp import AmpPrecision, FSDPAmpPrecision
-
-
-class OnTheCPU(FSDPStrategy):
-    """Lightning refuses the CPU for exactly this base class."""
 
 
 def bare(strategy: type[Strategy]) -> Strategy:

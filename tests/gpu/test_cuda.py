@@ -26,6 +26,10 @@ PLUGINS: dict[str, Callable[[], AmpPrecision]] = {
 }
 
 
+class Looks(Toy):
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+
 def run(plugin: AmpPrecision, module: Toy | Callable[[], Toy], **kwargs: Any) -> L.Trainer:
     return fit(module, plugin, kwargs.pop("data", batches(6)), accelerator="cuda", **kwargs)
 
@@ -44,9 +48,6 @@ def test_a_skipped_step_leaves_no_trace(plugin: str, optimizer: Any) -> None:
 
 
 def test_folded_equals_plain() -> None:
-    class Looks(Toy):
-        def on_before_optimizer_step(self, optimizer: Any) -> None: ...
-
     folded, plain = (run(PLUGINS["fp16"](), partial(kind, fused_adamw), gradient_clip_val=0.3) for kind in (Toy, Looks))
     assert_same(folded, plain, rtol=1e-5, atol=1e-6)
 
@@ -69,9 +70,6 @@ def test_the_gradients_it_writes_back_are_true() -> None:
 
         def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
             grads[self.name] = [p.grad.clone() for p in module.parameters()]
-
-    class Looks(Toy):
-        def on_before_optimizer_step(self, optimizer: Any) -> None: ...
 
     for name, kind in (("folded", Toy), ("plain", Looks)):
         module = partial(kind, fused_adamw)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from multi_rank.ranks import assert_agree
+from multi_rank.ranks import ONE_PER_BATCH, assert_agree
 from support import assert_same
 from support.launch import ROOT, launch
 
 COUNT = torch.cuda.device_count()
-ONE_PER_BATCH = ["none", "loss", "loss", "none", "gradient", "none", "loss", "none", "none"]
+
 needs_two = pytest.mark.skipif(COUNT < 2, reason=f"needs 2 CUDA devices, there are {COUNT}")
 needs_four = pytest.mark.skipif(COUNT < 4, reason=f"needs 4 CUDA devices, there are {COUNT}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
+from multi_rank.ranks import Infinite
 from torch import Tensor, nn
 
 from lightning_amp import DynamicLossScaler, FabricAmpPrecision
@@ -12,21 +13,7 @@ from lightning_amp import DynamicLossScaler, FabricAmpPrecision
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-class Infinite(torch.autograd.Function):
-    """Multiply a gradient by infinity."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        return gradient * torch.inf
-
-
-def trained(
-    precision: str, bad: tuple[int, ...] = (), *, fused: bool = True
-) -> tuple[list[Tensor], FabricAmpPrecision]:
+def trained(precision: str, bad: tuple[int, ...] = ()) -> tuple[list[Tensor], FabricAmpPrecision]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
     amp = FabricAmpPrecision(precision, scaler=DynamicLossScaler(1024.0) if precision == "fp16" else None)

@@ -205,7 +205,6 @@ class Pair(Net):
         super().__init__(trouble, optimizer, norm=False)
         self.automatic_optimization = False
         self.order = order
-        self.second_runs = True
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, number = batch

@@ -27,6 +27,7 @@ from multi_rank.ranks import (
     fused,
     initialise,
     plain,
+    whole,
 )
 from support import DEVICE
 from torch import Tensor, nn
@@ -96,10 +97,6 @@ def scaler(precision: str) -> DynamicLossScaler | None:
     return DynamicLossScaler(2.0**10, growth_interval=3) if precision == "fp16" else None
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
-
-
 def by_trainer(
     precision: str, sharded: bool, optimizer: Any, trouble: Trouble, clip: Clip, norm: bool, accumulate: int
 ) -> dict[str, Any]:
@@ -122,12 +119,7 @@ def finished(result: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     return result
 
 
-def by_fabric(
-    precision: str, sharded: bool, optimizer: Any, trouble: Trouble, clip: Clip, norm: bool, accumulate: int
-) -> dict[str, Any]:
-    plugin = FabricAmpPrecision(precision, scaler=scaler(precision))
-    records: list[Any] = []
-    plugin.records.subscribe(records.extend)
+def launched(plugin: FabricAmpPrecision, sharded: bool) -> L.Fabric:
     strategy: Any = (
         FabricModelParallel(shard, data_parallel_size=2, tensor_parallel_size=1, timeout=TIMEOUT)
         if sharded
@@ -135,6 +127,16 @@ def by_fabric(
     )
     fabric = L.Fabric(accelerator=DEVICE, devices=2, strategy=strategy, plugins=[plugin])
     fabric.launch()
+    return fabric
+
+
+def by_fabric(
+    precision: str, sharded: bool, optimizer: Any, trouble: Trouble, clip: Clip, norm: bool, accumulate: int
+) -> dict[str, Any]:
+    plugin = FabricAmpPrecision(precision, scaler=scaler(precision))
+    records: list[Any] = []
+    plugin.records.subscribe(records.extend)
+    fabric = launched(plugin, sharded)
     module = Model(norm)
     initialise(module)
     if sharded:
@@ -222,13 +224,7 @@ def stuck() -> Any:
     messages: list[str] = []
     for sharded in (False, True):
         plugin = FabricAmpPrecision("fp16", scaler=DynamicLossScaler(1024.0, min_scale=1024.0, max_consecutive_skips=2))
-        strategy: Any = (
-            FabricModelParallel(shard, data_parallel_size=2, tensor_parallel_size=1, timeout=TIMEOUT)
-            if sharded
-            else FabricDDP(timeout=TIMEOUT)
-        )
-        fabric = L.Fabric(accelerator=DEVICE, devices=2, strategy=strategy, plugins=[plugin])
-        fabric.launch()
+        fabric = launched(plugin, sharded)
         module = Model()
         initialise(module)
         model = fabric.setup_module(module)

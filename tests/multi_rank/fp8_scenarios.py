@@ -11,12 +11,11 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from multi_rank import ranks
-from multi_rank.ranks import Scenarios
+from multi_rank.ranks import Scenarios, whole
 from support import quiet_trainer
 from support.fp8 import Deep, emulated
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -61,10 +60,6 @@ def data(replicas: int) -> Any:
     dataset = TensorDataset(x)
     sampler = None if replicas == 1 else DistributedSampler(dataset, 2, int(os.environ["LOCAL_RANK"]), shuffle=False)
     return DataLoader(dataset, batch_size=SIZE // replicas, sampler=sampler)
-
-
-def whole(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
 def run(layout: str, precision: str, strategy: Any = None, replicas: int = 1) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import lightning as L
 import torch
 from support import Records, WithoutAutocast, assert_same, flags_on_a_device, quiet_trainer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -125,6 +126,11 @@ def train(
     trainer = quiet_trainer(plugins=[plugin], callbacks=callbacks, **kwargs)
     trainer.fit(module, loader, **fit)
     return trainer, report(trainer, plugin, records)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a copy on the host, of all shards of a sharded tensor."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from multi_rank.second_run_modules import WIDTH, Block, Split, whole
+from multi_rank.ranks import whole
+from multi_rank.second_run_modules import WIDTH, Block, Split
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 import random
+import sys
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -170,50 +172,13 @@ def with_and_without(
     return {**watched.found, "differs": differences(expected, found), "compared_values": len(found)}
 
 
-def pair(name: str, world_size: int = 2, **options: Any) -> None:
-    """Add a scenario: a module, a layout, a precision, and "troubled" if some batches are."""
+def pair(name: str) -> dict[str, Any]:
+    """Run the scenario of a name: a module, a layout, a precision, and "troubled" if some batches are."""
     kind, layout, precision, *troubled = name.split("-")
-    trouble = TROUBLE if troubled else None
-    SCENARIOS[world_size][name] = lambda: with_and_without(
-        getattr(modules, kind, None) or getattr(gathered, kind), layout, precision, trouble, **options
-    )
-
-
-EVERYWHERE = (
-    "Tied", "Llama", "Routed", "Normed", "Adapted", "Manual", "Teacher", "Keeper", "Checkpointed", "Compiled", "Uneven",
-    "Branched",
-)  # fmt: skip
-for one in EVERYWHERE:
-    for layout in ("fsdp2", "fsdp1", "tp", "ddp"):
-        pair(f"{one}-{layout}-fp16-troubled")
-        pair(f"{one}-{layout}-bf16")
-for one in ("Tied", "Manual", "Keeper", "Routed", "Teacher", "Adapted"):
-    pair(f"{one}-policy-bf16")
-    pair(f"{one}-offload-bf16")
-for one in ("Tied-fsdp2-fp16", "Keeper-tp-fp16", "Normed-fsdp1-fp16"):
-    pair(one)
-for one in (
-    "Adversaries-fsdp2-fp16", "Follower-fsdp2-fp16", "Follower-policy-bf16", "ParallelLoss-tp-bf16",
-    "Edited-fsdp1-bf16", "Edited-fsdp1 half-bf16", "Edited-fsdp2-fp16", "Tied-fsdp1 half-bf16",
-    "Keeper-fsdp1 half-bf16",
-):  # fmt: skip
-    pair(one)
-pair("StepsInHooks-fsdp2-bf16")
-pair("StepsInHooks-ddp-bf16")
-SCENARIOS[2]["accumulation-fsdp2-fp16-troubled"] = lambda: with_and_without(
-    modules.Tied, "fsdp2", "fp16", TROUBLE, accumulate_grad_batches=2
-)
-SCENARIOS[2]["accumulation-fsdp1-fp16-troubled"] = lambda: with_and_without(
-    modules.Tied, "fsdp1", "fp16", TROUBLE, accumulate_grad_batches=2
-)
-SCENARIOS[2]["accumulation-tp-bf16"] = lambda: with_and_without(
-    modules.Tied, "tp", "bf16", TROUBLE, accumulate_grad_batches=2
-)
-for one in ("Tied", "Keeper", "Manual", "Normed"):
-    pair(f"{one}-fsdp2 tp-fp16-troubled", 4)
-    pair(f"{one}-fsdp2 tp-bf16", 4)
-    pair(f"{one}-hsdp-fp16-troubled", 4)
-    pair(f"{one}-hsdp-bf16", 4)
+    if kind == "accumulation":
+        return with_and_without(modules.Tied, layout, precision, TROUBLE, accumulate_grad_batches=2)
+    made_of = getattr(modules, kind, None) or getattr(gathered, kind)
+    return with_and_without(made_of, layout, precision, TROUBLE if troubled else None)
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -298,7 +263,7 @@ class ByHand(L.Callback):
             loss = module.loss(batch)
         scale = self.scale if is_mixed else 1.0
         (loss * scale).backward()
-        found = {name: modules.whole(p.grad).double() / scale for name, p in module.named_parameters()}
+        found = {name: ranks.whole(p.grad).double() / scale for name, p in module.named_parameters()}
         module.zero_grad()
         return found
 
@@ -323,7 +288,7 @@ def numbers(kind: type[Split], layout: str, precision: str) -> dict[str, Any]:
         with FSDP.summon_full_params(trainer.strategy.model):
             weights = [p.detach().clone() for p in module.parameters()]
     else:
-        weights = [modules.whole(p) for p in module.parameters()]
+        weights = [ranks.whole(p) for p in module.parameters()]
     rows = [list(row) for row in monitor.table if row.step == 1]
     found = {"gradients": {row[1]: row for row in rows}, "fp32": {r.metric: r.fp32 for r in comparison.table.last}}
     found["by_hand"] = by_hand.rows
@@ -383,4 +348,5 @@ SCENARIOS[4] |= {
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
-    ranks.main(SCENARIOS[WORLD_SIZE])
+    pairs = {name: partial(pair, name) for name in sys.argv[2:] if "-" in name}
+    ranks.main(pairs | SCENARIOS[WORLD_SIZE])

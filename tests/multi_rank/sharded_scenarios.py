@@ -32,6 +32,7 @@ from multi_rank.ranks import (
     fused,
     initialise,
     scaled,
+    whole,
 )
 from support import WithoutAutocast, all_of_ours
 from torch import Tensor, nn
@@ -116,10 +117,6 @@ class Regression(Troubled):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch[0]), sync_dist=True)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
 def train(

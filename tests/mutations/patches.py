@@ -432,7 +432,7 @@ PRECISION = [
         "precision/_forward.py",
         "return self.evaluation if self.evaluating else self.training",
         "return self.training",
-        (f"{PROMISES}test_fp32_modules.py", "tests/unit/precision/test_forward.py"),
+        (f"{PROMISES}test_fp32_modules.py", "tests/unit/precision/test_fit.py"),
     ),
     Mutation(
         "non-finite steps are taken in bf16 and fp32",

@@ -12,7 +12,7 @@ from support import DEVICE, Toy, assert_as_fp32, assert_same, batches, quiet_tra
 from support.promises import OPTIMIZERS, PLAIN_AND_FUSED, plain_sgd
 from torch import Tensor
 
-from lightning_amp import AmpPrecision, DynamicLossScaler
+from lightning_amp import AmpPrecision
 
 PLUGINS = {
     "scaled": scaled_fp32,
@@ -123,28 +123,3 @@ def test_a_backward_in_the_hook_before_the_step(plugin: str, optimizer: str) -> 
     ours = PLUGINS[plugin]()
     assert_as_fp32(lambda: BackwardInHook(optimizer=OPTIMIZERS[optimizer]), ours)
     assert ours.num_steps == 8
-
-
-def falling() -> AmpPrecision:
-    return AmpPrecision("fp16", scaler=DynamicLossScaler(64.0, max_consecutive_skips=2), fallback=["fp32"])
-
-
-class KeepsScaler(Manual):
-    """The user keeps scaler methods from before the change of precision."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what, self.kept = what, None
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        scaler = self.trainer.precision_plugin.scaler
-        if self.what == "scale":
-            self.kept = self.kept or scaler.scale
-            if batch_idx == 4:
-                assert self.kept(torch.ones((), device=batch.device)).item() == 16.0
-        elif self.what == "loss":
-            if batch_idx == 0:
-                self.kept = scaler.scale(self.loss(batch))
-            if batch_idx == 4:
-                self.kept.backward()
-        self.train_batch(batch)

@@ -116,7 +116,12 @@ def test_a_gain_of_padding_for_fp8_is_not_taken_from_bf16(features: int) -> None
 # -- a step that overflows ---------------------------------------------------------------------------------------------
 
 
-class Boxes(Toy):
+class WithRows(Toy):
+    def train_dataloader(self) -> Any:
+        return batches(8)
+
+
+class Boxes(WithRows):
     """The product of two sides overflows fp16, whatever the loss scale."""
 
     def __init__(self) -> None:
@@ -125,9 +130,6 @@ class Boxes(Toy):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         sides = self.net(batch).sigmoid() * 1024
         return (sides[:, 0] * sides[:, 1]).float().log().square().mean()
-
-    def train_dataloader(self) -> Any:
-        return batches(8)
 
 
 class NoLogarithm(Boxes):
@@ -152,26 +154,18 @@ class Sometimes(Boxes):
         (NoLogarithm, "bf16"),
         (NoLogarithm, "fp32"),
         (Sometimes, "bf16"),
-        (Toy, {"precision": "fp16", "scaler": 2.0**60}),  # a static scale that is too large
+        (WithRows, {"precision": "fp16", "scaler": 2.0**60}),  # a static scale that is too large
     ],
 )
 @pytest.mark.few(3)
 def test_a_step_that_overflows_is_a_finding(module: Any, precision: Any) -> None:
-    class WithRows(module):
-        def train_dataloader(self) -> Any:
-            return batches(8)
-
-    finding = found(WithRows, precision=precision)["overflow"]
+    finding = found(module, precision=precision)["overflow"]
     assert finding.severity == "error"
     assert "OverflowLocator" in finding.action
 
 
 @pytest.mark.usefixtures("few_rounds")
 def test_a_loss_scale_that_settles_is_no_finding() -> None:
-    class WithRows(Toy):
-        def train_dataloader(self) -> Any:
-            return batches(8)
-
     precision = {"precision": "fp16", "scaler": DynamicLossScaler(init_scale=2.0**24)}
     assert "overflow" not in found(WithRows, precision=precision)
 
@@ -179,14 +173,11 @@ def test_a_loss_scale_that_settles_is_no_finding() -> None:
 # -- "auto" ------------------------------------------------------------------------------------------------------------
 
 
-class Images(Toy):
+class Images(WithRows):
     def __init__(self) -> None:
         super().__init__(
             net=nn.Sequential(nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(16, 1))
         )
-
-    def train_dataloader(self) -> Any:
-        return batches(8)
 
 
 @pytest.mark.cpu

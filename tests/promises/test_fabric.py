@@ -212,9 +212,8 @@ class Two:
     def run(self, order: str, batches: Any) -> Two:
         for batch in batches:
             for call in ORDERS[order].split(", "):
-                verb, which, _, every = (*call.split(), "in", "1")[:4]
-                if (self.index + 1) % int(every) == 0:
-                    getattr(self, verb)(which, self.fabric.to_device(batch))
+                verb, which = call.split()
+                getattr(self, verb)(which, self.fabric.to_device(batch))
             self.index += 1
         return self
 
@@ -233,9 +232,6 @@ class Two:
     def step(self, which: str, batch: Tensor) -> None:
         self.of(which).step()
 
-    def clip(self, which: str, batch: Tensor) -> None:
-        self.fabric.clip_gradients((self.a, self.b)[int(which) - 1], self.of(which), max_norm=0.3)
-
     def closure(self, which: str, batch: Tensor) -> None:
         def closure() -> Tensor:
             self.zero(which, batch)
@@ -252,15 +248,7 @@ class Two:
 ORDERS = {
     "one after the other": "zero 1, backward 1, step 1, zero 2, backward 2, step 2",
     "backwards first": "zero 1, zero 2, backward both, step 1, step 2",
-    "backwards first, reversed": "zero 1, zero 2, backward both, step 2, step 1",
-    "one twice": "zero 1, backward 1, step 1, zero 1, backward 1, step 1, zero 2, backward 2, step 2",
-    "a step without a backward": "zero 1, zero 2, backward 2, step 1, step 1, step 2",
-    "never zeroed": "backward 1, step 1, backward 2, step 2",
-    "leftovers of a GAN": "backward 1, step 1, zero 1, backward 2, step 2, zero 2",
-    "two accumulates": "zero 1, backward both, step 1, step 2 in 3, zero 2 in 3",
     "closures": "closure 1, closure 2",
-    "clipped": "zero 1, backward 1, clip 1, step 1, zero 2, backward 2, clip 2, step 2",
-    "clipped, then accumulated": "backward 2, clip 1, clip 1, step 1 in 2, zero 1 in 2, step 2 in 2, zero 2 in 2",
 }
 
 

@@ -30,28 +30,27 @@ def scaler(precision: str) -> DynamicLossScaler | None:
 class Troubled(Toy):
     """The module of the Trainer's side, with bad batches."""
 
-    def __init__(self, optimizer: Any, norm: bool = False, trouble: Any = None) -> None:
+    def __init__(self, optimizer: Any, norm: bool = False) -> None:
         super().__init__(optimizer, with_batch_norm() if norm else None, lambda o: ExponentialLR(o, 0.9))
-        self.trouble = BAD if trouble is None else trouble
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Without a hook, the Trainer's plugin clips inside of a fused step, which rounds in another order."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return spoilt(self.loss(batch), self.trouble.get(batch_idx))
+        return spoilt(self.loss(batch), BAD.get(batch_idx))
 
 
-def by_trainer(precision: str, optimizer: Any, clip: Any, accumulate: int, norm: bool) -> tuple[Any, AmpPrecision]:
+def by_trainer(precision: str, optimizer: Any, clip: Any, norm: bool) -> tuple[Any, AmpPrecision]:
     plugin = AmpPrecision(precision, scaler=scaler(precision))
     value = clip.get("max_norm", clip.get("clip_val"))
     trainer = fit(
-        lambda: Troubled(optimizer, norm), plugin, batches(20), accumulate_grad_batches=accumulate,
-        gradient_clip_val=value, gradient_clip_algorithm="value" if "clip_val" in clip else None,
+        lambda: Troubled(optimizer, norm), plugin, batches(20), gradient_clip_val=value,
+        gradient_clip_algorithm="value" if "clip_val" in clip else None,
     )  # fmt: skip
     return (weights(trainer), optimizer_tensors(trainer.optimizers[0])), plugin
 
 
-def by_fabric(precision: str, optimizer: Any, clip: Any, accumulate: int, norm: bool) -> Any:
+def by_fabric(precision: str, optimizer: Any, clip: Any, norm: bool) -> Any:
     torch.manual_seed(0)
     plugin = FabricAmpPrecision(precision, scaler=scaler(precision))
     fabric = make_fabric(plugin)
@@ -60,16 +59,13 @@ def by_fabric(precision: str, optimizer: Any, clip: Any, accumulate: int, norm: 
     model, opt = fabric.setup(toy.net, raw)
     schedule = plugin.guard(ExponentialLR(raw, 0.9))
     for index, batch in enumerate(fabric.to_device(b) for b in batches(20)):
-        last = (index + 1) % accumulate == 0
-        with fabric.no_backward_sync(model, enabled=not last):
-            loss = nn.functional.mse_loss(model(batch).float(), batch.sum(1, keepdim=True))
-            fabric.backward(spoilt(loss, BAD.get(index)) / accumulate)
-        if last:
-            if clip:
-                fabric.clip_gradients(model, opt, **clip)
-            opt.step()
-            opt.zero_grad()
-            schedule.step()
+        loss = nn.functional.mse_loss(model(batch).float(), batch.sum(1, keepdim=True))
+        fabric.backward(spoilt(loss, BAD.get(index)))
+        if clip:
+            fabric.clip_gradients(model, opt, **clip)
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
     plugin.flush()
     found = {f"net.{name}": value for name, value in weights(model.module).items()}
     return (found, optimizer_tensors(opt)), plugin
@@ -83,7 +79,7 @@ def by_fabric(precision: str, optimizer: Any, clip: Any, accumulate: int, norm: 
 def test_one_optimizer(precision: str, optimizer: str, clip: str) -> None:
     """Also the optimizer's state, the scale, the counts and the last record."""
     norm = clip == "norm"
-    arguments = precision, OPTIMIZERS[optimizer], CLIPS[clip], 1, norm
+    arguments = precision, OPTIMIZERS[optimizer], CLIPS[clip], norm
     (ours, plugin), (theirs, other) = by_fabric(*arguments), by_trainer(*arguments)
     assert_same(move_data_to_device(ours, "cpu"), move_data_to_device(theirs, "cpu"))
     assert (plugin.num_steps, plugin.num_skipped) == (other.num_steps, other.num_skipped)
@@ -96,10 +92,10 @@ def test_one_optimizer(precision: str, optimizer: str, clip: str) -> None:
 class Pair(L.LightningModule):
     """Two nets with an optimizer each, as in a GAN. The Trainer's side and Fabric's call the same losses."""
 
-    def __init__(self, optimizer: Any, order: str) -> None:
+    def __init__(self, optimizer: Any) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.optimizer, self.order = optimizer, order
+        self.optimizer = optimizer
         self.one = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, FEATURES))
         self.two = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
 
@@ -120,47 +116,31 @@ class Pair(L.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizers = self.optimizers()
         losses = self.losses(self.one, self.two, batch, batch_idx)
-        if self.order == "bsbs":
-            for optimizer, loss in zip(optimizers, losses, strict=True):
-                optimizer.zero_grad()
-                self.manual_backward(loss())
-                self.clip_gradients(optimizer, 0.5, "norm")
-                optimizer.step()
-        else:
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            for loss in losses:
-                self.manual_backward(loss())
-            for optimizer in optimizers:
-                optimizer.step()
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(loss())
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
 
     def configure_optimizers(self) -> Any:
         return [self.optimizer(self.one.parameters()), self.optimizer(self.two.parameters())]
 
 
-def pair_by_fabric(precision: str, optimizer: Any, order: str) -> Any:
+def pair_by_fabric(precision: str, optimizer: Any) -> Any:
     torch.manual_seed(0)
     plugin = FabricAmpPrecision(precision, scaler=scaler(precision))
     fabric = make_fabric(plugin)
-    pair = Pair(optimizer, order)
+    pair = Pair(optimizer)
     raw = pair.configure_optimizers()
     one, first = fabric.setup(pair.one, raw[0])
     two, second = fabric.setup(pair.two, raw[1])
     for index, batch in enumerate(fabric.to_device(b) for b in batches(20)):
         losses = Pair.losses(one, two, batch, index)
-        if order == "bsbs":
-            for model, opt, loss in ((one, first, losses[0]), (two, second, losses[1])):
-                opt.zero_grad()
-                fabric.backward(loss())
-                fabric.clip_gradients(model, opt, max_norm=0.5)
-                opt.step()
-        else:
-            for opt in (first, second):
-                opt.zero_grad()
-            for loss in losses:
-                fabric.backward(loss())
-            for opt in (first, second):
-                opt.step()
+        for model, opt, loss in ((one, first, losses[0]), (two, second, losses[1])):
+            opt.zero_grad()
+            fabric.backward(loss())
+            fabric.clip_gradients(model, opt, max_norm=0.5)
+            opt.step()
     plugin.flush()
     return pair, plugin
 
@@ -170,10 +150,10 @@ def pair_by_fabric(precision: str, optimizer: Any, order: str) -> Any:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.few(4)
 def test_two_optimizers(precision: str, optimizer: str) -> None:
-    make, order = OPTIMIZERS[optimizer], "bsbs"
-    pair, plugin = pair_by_fabric(precision, make, order)
+    make = OPTIMIZERS[optimizer]
+    pair, plugin = pair_by_fabric(precision, make)
     other = AmpPrecision(precision, scaler=scaler(precision))
-    trainer = fit(lambda: Pair(make, order), other, batches(20))
+    trainer = fit(lambda: Pair(make), other, batches(20))
     assert_same(move_data_to_device(weights(pair), "cpu"), weights(trainer))
     assert (plugin.num_steps, plugin.num_skipped) == (other.num_steps, other.num_skipped)
     assert plugin.num_skipped > 0
@@ -183,7 +163,7 @@ def test_two_optimizers(precision: str, optimizer: str) -> None:
 
 def test_the_comparison_can_fail() -> None:
     """Fabric's plugin rounds inputs, so it cannot have the same bits."""
-    (ours, _), (theirs, _) = (by_fabric(p, fused_adamw, {}, 1, False) for p in ("fp16", "bf16"))
+    (ours, _), (theirs, _) = (by_fabric(p, fused_adamw, {}, False) for p in ("fp16", "bf16"))
     with pytest.raises(AssertionError, match="are not"):
         assert_same(move_data_to_device(ours, "cpu"), move_data_to_device(theirs, "cpu"))
 

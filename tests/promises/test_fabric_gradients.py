@@ -14,6 +14,7 @@ from support import FEATURES, assert_same
 from support.fabric import CASES, DEVICE, FabricPlugins, Loop, batches, optimizer_tensors, promise, without
 from support.promises import DIFFERS, OPTIMIZERS, fused_adamw, fused_sgd, plain_adamw
 from torch import Tensor, nn
+from zoo.toy import Island
 
 BAD: Any = {0: "gradient", 2: "loss", 5: "gradient"}
 ours = pytest.mark.parametrize("plugins", [FabricPlugins()])
@@ -117,18 +118,6 @@ def test_hooks_of_the_optimizer_see_true_gradients(plugins: FabricPlugins, optim
 
 
 # -- row 7: autocast is off in the backward and in the step ------------------------------------------------------------
-
-
-class Island(nn.Module):
-    """A region that its author keeps in fp32; its backward runs where the caller calls it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(FEATURES, FEATURES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            return torch.tanh(x.float() @ self.weight)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

@@ -91,7 +91,6 @@ def test_a_cut_leaves_no_trace(precision: str, optimizer: str, cut: int, tmp_pat
 
 
 @both_ways
-@both_ways
 @pytest.mark.parametrize("way", ["guard", "on_applied"])
 @pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
 def test_a_run_goes_back_to_an_earlier_checkpoint(optimizer: str, way: str, tmp_path: Path) -> None:

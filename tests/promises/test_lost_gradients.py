@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Toy, assert_same, batches, fit
+from support import Manual, Toy, assert_same, batches, fit
 from torch import Tensor, nn
 from zoo.overflows import LargeOutput
 
@@ -174,19 +174,11 @@ def test_second_runs_change_nothing() -> None:
 
 
 def test_a_step_that_has_one_length_too_few_is_described(caplog: pytest.LogCaptureFixture) -> None:
-    class Twice(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
+    class Twice(Manual):
+        def edit(self, optimizer: Any, batch_idx: int) -> None:
             scale = self.trainer.precision_plugin.scaler.get_scale()
             for parameter in self.parameters():
                 parameter.grad = parameter.grad / scale
-            optimizer.step()
 
     text = words(caplog, Twice, AmpPrecision("fp16", scaler=DynamicLossScaler(64.0)))
     assert "the direction of fp32, but 0.0156 times its length" in text

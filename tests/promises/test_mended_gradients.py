@@ -174,9 +174,9 @@ def test_clipping_by_value_mends_nothing(optimizer: str, precision: str, own: bo
 
 
 class ByHand(Manual):
-    def __init__(self, optimizer: Any, mend: bool = True, clip: str | None = None) -> None:
+    def __init__(self, optimizer: Any, clip: str | None) -> None:
         super().__init__(optimizer)
-        self.mends, self.clip = mend, clip
+        self.clip = clip
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         bad = self.trainer.fit_loop.epoch_loop.batch_idx == 2
@@ -185,8 +185,7 @@ class ByHand(Manual):
     def edit(self, optimizer: Any, batch_idx: int) -> None:
         if batch_idx == 4:
             next(self.parameters()).grad.fill_(torch.inf)
-        if self.mends:  # before `unscale_`; afterwards would be too late
-            replace(self)
+        replace(self)  # before `unscale_`; afterwards would be too late
         plugin = self.trainer.precision_plugin
         if isinstance(plugin, AmpPrecision):
             plugin.unscale_(optimizer)
@@ -201,16 +200,8 @@ class ByHand(Manual):
 @pytest.mark.few(8)
 def test_mended_by_hand(optimizer: str, precision: str, clip: str | None) -> None:
     plugin = getattr(Plugins(True), precision)()
-    assert_as_fp32(lambda: ByHand(OPTIMIZERS[optimizer], True, clip), plugin)
+    assert_as_fp32(lambda: ByHand(OPTIMIZERS[optimizer], clip), plugin)
     assert plugin.num_skipped == 0
-
-
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
-def test_clipping_by_value_by_hand_mends_nothing(optimizer: str) -> None:
-    plugin = Plugins(True).scaled()
-    fit(lambda: ByHand(OPTIMIZERS[optimizer], False, "value"), plugin)
-    assert plugin.num_skipped == 2
 
 
 @pytest.mark.usefixtures("where_flags_live")

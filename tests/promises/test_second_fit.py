@@ -4,9 +4,7 @@ afresh.
 
 from __future__ import annotations
 
-import copy
 import logging
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +18,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
-from lightning_amp.findings import StepRecord
 
 
 @pytest.fixture(autouse=True)
@@ -111,28 +108,22 @@ def test_a_streak_of_skips_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "scaler", [lambda: torch.amp.GradScaler("cpu", init_scale=64.0), lambda: DynamicLossScaler(64.0)]
+    ("precision", "scaler"),
+    [
+        ("fp16", lambda: torch.amp.GradScaler("cpu", init_scale=64.0)),
+        ("fp16", lambda: DynamicLossScaler(64.0)),
+        ("bf16", None),
+        ("fp32", None),
+    ],
 )
-def test_any_scaler(scaler: Callable[[], Any]) -> None:
-    plugin = AmpPrecision("fp16", scaler=scaler())
+def test_any_scaler_and_none(precision: str, scaler: Callable[[], Any] | None) -> None:
+    plugin: Any = AmpPrecision(precision, scaler=scaler and scaler())
     trainer = quiet_trainer(plugins=[plugin], callbacks=[Poison(gradient=[1, 9])])
     trainer.fit(module := Toy(), batches())
-    assert plugin.scaler is not None
-    assert plugin.scaler.get_scale() == 32.0
+    assert scaler is None or plugin.scaler.get_scale() == 32.0
     go_on(trainer, module, 2)
-    assert plugin.scaler.get_scale() == 16.0
-    assert (plugin.num_steps, plugin.num_skipped) == (14, 2)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_without_a_scaler(precision: str) -> None:
-    plugin = AmpPrecision(precision)
-    trainer = quiet_trainer(plugins=[plugin], callbacks=[Poison(gradient=[1, 9])])
-    trainer.fit(module := Toy(), batches())
-    go_on(trainer, module, 2)
-    assert (plugin.num_steps, plugin.num_skipped) == (14, 2)
-    assert isinstance(plugin.last_step, StepRecord)
-    assert plugin.last_step.index == 15
+    assert scaler is None or plugin.scaler.get_scale() == 16.0
+    assert (plugin.num_steps, plugin.num_skipped, plugin.last_step.index) == (14, 2, 15)
 
 
 def test_listeners_are_those_of_their_fit() -> None:
@@ -197,11 +188,3 @@ def test_the_tuners_leave_no_trace(tmp_path: Any) -> None:
     assert monitor.history.num_attempted == 16
     assert plugin.scaler is not None
     assert plugin.scaler.get_scale() == 2.0**13
-
-
-def test_copies_know_no_trainer() -> None:
-    trainer = make_trainer(1, make_plugin())
-    trainer.fit(Validated(), batches(), batches(2))
-    plugin: Any = trainer.precision_plugin
-    for copied in (copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))):
-        assert copied.num_steps == 0

@@ -80,6 +80,19 @@ def test_schedules_with_accumulation(plugins: Plugins) -> None:
     torch.testing.assert_close(rate(trainer), rate(reference))
 
 
+@pytest.mark.usefixtures("where_flags_live")
+def test_rates_that_somebody_watches_are_decided_at_once() -> None:
+    seen: list[float] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            seen.append(rate(trainer)[0])
+
+    module = functools.partial(Toy, fused_adamw, None, lambda optimizer: lrs.ExponentialLR(optimizer, 0.5))
+    fit(module, Plugins(True).scaled(), data(4), callbacks=[Poison(gradient=[1]), Watch()])
+    assert seen == pytest.approx([0.005, 0.005, 0.0025, 0.00125])
+
+
 class EpochSchedule(Toy):
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameters())

@@ -38,6 +38,7 @@ from support.promises import (
 from torch import Tensor, nn
 from torch._functorch import config
 from torch.utils.data import DataLoader
+from zoo.toy import Island, TakesNoClosure
 
 from lightning_amp import AmpPrecision
 
@@ -133,18 +134,6 @@ def test_an_overflow_in_a_later_call_leaves_no_trace(module: type[Toy], optimize
     assert plugin.num_skipped == 1
     assert "skipped" in seen
     assert_finite(trainer)
-
-
-class TakesNoClosure(torch.optim.Optimizer):
-    """SGD written without support for a closure."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.05})
-
-    @torch.no_grad()
-    def step(self, *, something: Any = None) -> None:  # type: ignore[override]
-        for p in (p for group in self.param_groups for p in group["params"]):
-            p.add_(p.grad, alpha=-0.05)
 
 
 @pytest.mark.parametrize("module", [Toy, Manual])
@@ -461,18 +450,6 @@ def test_an_edit_through_data_between_two_uses_is_seen(plugins: Plugins, how: st
 
 
 # -- row 19: torch.compile ------------------------------------------------------------------------
-
-
-class Island(nn.Module):
-    """A region that its author keeps in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(FEATURES, FEATURES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            return torch.tanh(x.float() @ self.weight)
 
 
 class Compiled(Toy):

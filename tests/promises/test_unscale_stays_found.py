@@ -72,13 +72,9 @@ class Unscales(Manual):
         super().__init__(optimizer)
         self.then, self.call = then, CALLS[call]
 
-    def before(self) -> None:
-        """Edit between the backward and `unscale_`."""
-
     def edit(self, optimizer: Any, batch_idx: int) -> None:
         if batch_idx == BAD:
             overflow(self)
-        self.before()
         self.call(self, optimizer)
         self.then(self)
 
@@ -122,21 +118,6 @@ def test_as_torchs_own_recipe(threshold: float) -> None:
         scaler.update()
     plugin = WithoutAutocast("fp16", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
     assert_same(fit(lambda: Unscales(clip_at, "scaler", plain_adamw), plugin), module)
-
-
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("precision", ["scaled", "fp32"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_mended_before_is_a_step_as_in_fp32(optimizer: str, precision: str) -> None:
-    """Row 40."""
-
-    class Mends(Unscales):
-        def before(self) -> None:
-            replace(self)
-
-    plugin = plugin_for(precision)
-    assert_as_fp32(lambda: Mends(clip, optimizer=OPTIMIZERS[optimizer]), plugin)
-    assert plugin.num_skipped == 0
 
 
 # -- automatic optimization --------------------------------------------------------------------------------------------

@@ -46,9 +46,6 @@ class FabricPlugins:
     def bf16(self, **settings: Any) -> Any:
         return FabricAmpPrecision("bf16", **settings) if self.ours else MixedPrecision("bf16-mixed", DEVICE)
 
-    def fp32(self, **settings: Any) -> Any:
-        return FabricAmpPrecision("fp32", **settings) if self.ours else None
-
 
 SAME = "the same as with torch's scaler"
 
@@ -142,9 +139,8 @@ class Loop:
         make: Callable[[], nn.Module] = exact,
         optimizer: Callable[[Any], torch.optim.Optimizer] = plain_adamw,
         trouble: Trouble | None = None,
-        seed: int = 0,
     ) -> None:
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.plugin, self.trouble = plugin, trouble or {}
         self.fabric = make_fabric(plugin)
         module = make()

@@ -13,13 +13,13 @@ from lightning_amp.reports import ScaleHistory
 REASONS: dict[str, Any] = {".": "none", "O": "gradient", "L": "loss"}
 
 
-def scale_run(pattern: str, first: int = 0, **policy: Any) -> ScaleHistory:
+def scale_run(pattern: str, **policy: Any) -> ScaleHistory:
     """Run a torch loop with a scaler. `.` is a clean step, `O` one that overflows, `L` one with a NaN loss."""
     scaler = DynamicLossScaler(**policy)
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     records: list[StepRecord] = []
-    for index, step in enumerate(pattern, first):
+    for index, step in enumerate(pattern):
         scale = scaler.get_scale()
         parameter.grad = None
         scaler.scale(parameter.sum() * (torch.nan if step == "L" else 1.0)).backward()

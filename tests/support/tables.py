@@ -51,9 +51,10 @@ def hundred_gradients() -> list[GradientRow]:
     return [gradient_row(0, f"layer.{i}", **bad.get(i, {"headroom_bits": 5.0 + i / 100})) for i in range(100)]
 
 
-def scale_records(overflows: dict[int, str], steps: int, first: int = 0, scale: float = 1024.0) -> list[StepRecord]:
+def scale_records(overflows: dict[int, str], steps: int) -> list[StepRecord]:
     records: list[StepRecord] = []
-    for index in range(first, first + steps):
+    scale = 1024.0
+    for index in range(steps):
         reason = overflows.get(index, "none")
         next_scale = scale / 2 if reason == "gradient" else scale
         records.append(StepRecord(index, 0, scale, next_scale, reason != "none", reason))  # type: ignore[arg-type]

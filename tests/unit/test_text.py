@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from lightning_amp._plain_data import Table, line, null, plain
 from lightning_amp._text import counted, exact, listed, literal, named, percent, rounded
 
 
@@ -64,3 +65,24 @@ def test_a_few_names_and_how_many_more() -> None:
 )
 def test_percent(fraction: float, text: str) -> None:
     assert percent(fraction) == text
+
+
+# -- plain data for JSON, and tables in Markdown -----------------------------------------------------------------------
+
+
+def test_numbers_that_are_not_finite() -> None:
+    value = {"a": (math.nan, -math.inf, 1.0), 2: [None, "x"]}
+    assert plain(value) == {"a": ["nan", "-inf", 1.0], "2": [None, "x"]}
+    assert plain(value, null) == {"a": [None, None, 1.0], "2": [None, "x"]}
+
+
+def test_a_line_holds_no_html() -> None:
+    assert line("a | b\n<c> < 3 <-") == "a | b \\<c> < 3 <-"
+
+
+def test_a_cell_is_one_line_and_ends_where_it_should() -> None:
+    assert str(Table(["a"], [["x | y\n<c> \\|"]])) == "| a |\n| --- |\n| x \\| y \\<c> \\\\\\| |"
+
+
+def test_the_rule_of_a_table() -> None:
+    assert str(Table(["a", "b"], [["1", "2"]], ["---", "--:"])) == "| a | b |\n| --- | --: |\n| 1 | 2 |"

@@ -7,7 +7,7 @@ the error in half precision. `entries(Evaluated, "ill")` and `entries(Evaluated,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -314,16 +314,12 @@ def rows_for(module: Case, number: int = BATCH_SIZE * 4, seed: int = 0) -> Rows:
     return [{"y": y[i].clone()} | {name: values[i].clone() for name, values in batch.items()} for i in range(number)]
 
 
-def validate(
-    module: Case, rows: Rows | Sequence[Rows], precision: str, **kwargs: Any
-) -> tuple[MetricComparison, list[str]]:
+def validate(module: Case, rows: Rows, precision: str, **kwargs: Any) -> tuple[MetricComparison, list[str]]:
     """Validate once with the callback, and return its warnings."""
-    several = bool(rows) and isinstance(rows[0], list)
-    loaders = [DataLoader(part, batch_size=BATCH_SIZE) for part in (rows if several else [rows])]
     own = {name: kwargs.pop(name) for name in ("by_module", "limit_batches", "tolerance") if name in kwargs}
     comparison = MetricComparison(**own)
     trainer = quiet_trainer(plugins=AmpPrecision(precision, **kwargs), callbacks=[comparison])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.validate(module, loaders, verbose=False)
+        trainer.validate(module, DataLoader(rows, batch_size=BATCH_SIZE), verbose=False)
     return comparison, [str(one.message) for one in caught if "MetricComparison" in str(one.message)]

@@ -59,6 +59,33 @@ class Manual(Toy):
         optimizer.step()
 
 
+class Island(nn.Module):
+    """A region that its author keeps in fp32; its backward runs where the caller calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES, FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return torch.tanh(x.float() @ self.weight)
+
+
+class TakesNoClosure(torch.optim.Optimizer):
+    """SGD whose `step` takes no closure, but a keyword of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.got: list[Any] = []
+
+    @torch.no_grad()
+    def step(self, *, something: Any = None) -> Any:  # type: ignore[override]
+        self.got.append(something)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.add_(p.grad, alpha=-0.05)
+        return "stepped"
+
+
 def with_batch_norm(**first: Any) -> nn.Sequential:
     """Return another net for `Toy`."""
     return nn.Sequential(nn.Linear(FEATURES, 16, **first), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))

@@ -23,7 +23,6 @@ class Model(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(4, 1)
-        self.extra: dict[str, float] = {}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net(batch).square().mean()
@@ -95,7 +94,7 @@ def make_trainer(*callbacks: Callback, **kwargs: Any) -> pl.Trainer:
 def fit(comparison: MetricComparison, module: pl.LightningModule | None = None, **kwargs: Any) -> pl.Trainer:
     torch.manual_seed(0)
     trainer = make_trainer(comparison, *kwargs.pop("callbacks", []), **kwargs)
-    trainer.fit(module or Model(), data(), kwargs.pop("val", None) or data())
+    trainer.fit(module or Model(), data(), data())
     return trainer
 
 

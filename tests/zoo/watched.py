@@ -21,19 +21,16 @@ FEATURES = 6
 class Noisy(Dataset[Any]):
     """Regression data whose items are augmented with all three random generators at every read."""
 
-    def __init__(self, length: int, seed: int, *, augment: bool = True) -> None:
+    def __init__(self, length: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.x = torch.randn(length, FEATURES, generator=generator)
         self.y = self.x.sum(1) + torch.randn(length, generator=generator)
-        self.augment = augment
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        noise = 0.0
-        if self.augment:
-            noise = 0.1 * (random.random() + float(np.random.rand()) + float(torch.rand(())))
+        noise = 0.1 * (random.random() + float(np.random.rand()) + float(torch.rand(())))
         return {"x": self.x[i] + noise, "y": self.y[i]}
 
 
@@ -123,9 +120,9 @@ class Everything(pl.LightningModule):
         self.log("mse_of_all", self.trainer.callback_metrics[key])
 
 
-def loaders(num: int, *, length: int = 24) -> list[DataLoader[Any]]:
+def loaders(num: int) -> list[DataLoader[Any]]:
     """Return loaders that draw from the global generators in this process."""
-    return [DataLoader(Noisy(length - 4 * i, 10 + i), batch_size=8, shuffle=True, num_workers=0) for i in range(num)]
+    return [DataLoader(Noisy(24 - 4 * i, 10 + i), batch_size=8, shuffle=True, num_workers=0) for i in range(num)]
 
 
 def fit(

@@ -54,28 +54,6 @@ def mlp(i=8, h=32, o=4):
     return nn.Sequential(nn.Linear(i, h), nn.GELU(), nn.Linear(h, h), nn.GELU(), nn.Linear(h, o))
 
 
-class MAML(Learner):
-    """Inner steps by `autograd.grad(create_graph=True)` and `functional_call`."""
-
-    def __init__(self, inner_lr=0.05, inner_steps=3):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(1, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
-        self.inner_lr, self.inner_steps = inner_lr, inner_steps
-
-    def training_step(self, batch, batch_idx):
-        losses = []
-        for xs, ys, xq, yq in zip(*batch, strict=True):
-            params = dict(self.net.named_parameters())
-            for _ in range(self.inner_steps):
-                loss = F.mse_loss(functional_call(self.net, params, (xs,)), ys)
-                grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
-                params = {n: p - self.inner_lr * g for (n, p), g in zip(params.items(), grads, strict=True)}
-            losses.append(F.mse_loss(functional_call(self.net, params, (xq,)), yq))
-        loss = torch.stack(losses).mean()
-        self.log("meta_loss", loss)
-        return loss
-
-
 def sinusoids(tasks=24, shots=5):
     g = torch.Generator().manual_seed(0)
     amplitude = 0.5 + 2 * torch.rand(tasks, 1, 1, generator=g)
@@ -85,8 +63,11 @@ def sinusoids(tasks=24, shots=5):
     return TensorDataset(x[:, :shots], y[:, :shots], x[:, shots:], y[:, shots:])
 
 
-class ANIL(MAML):
-    """The same over all tasks at once: `vmap` of a function that uses `torch.func.grad`."""
+class MAML(Learner):
+    def __init__(self, inner_lr=0.05, inner_steps=3):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
+        self.inner_lr, self.inner_steps = inner_lr, inner_steps
 
     def training_step(self, batch, batch_idx):
         params = dict(self.net.named_parameters())
@@ -107,7 +88,7 @@ class ANIL(MAML):
 @project("functional")
 def maml_vmap_of_func_grad() -> Setup:
     """MAML over all tasks at once: `vmap` and `torch.func.grad` in the step."""
-    return Setup(ANIL(), DataLoader(sinusoids(), batch_size=4))
+    return Setup(MAML(), DataLoader(sinusoids(), batch_size=4))
 
 
 class Compiled(Classifier):

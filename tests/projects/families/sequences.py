@@ -64,6 +64,3 @@ class LitTextRNN(L.LightningModule):
 def packed_bidirectional_lstm() -> Setup:
     """Packed sequences, two layers, both directions, masked max pooling."""
     return Setup(LitTextRNN(), DataLoader(sentences(), batch_size=8, collate_fn=collate_sentences))
-
-
-SOS, EOS, PAD = 1, 2, 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
-from support import Toy, batches
+from support import Manual, Toy, batches
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 from lightning_amp.advice import _watch
@@ -48,12 +48,14 @@ def test_some_steps_settle_some_are_timed_one_is_recorded() -> None:
     assert {o.part for o in seen.recorded.operations} >= {FORWARD, BACKWARD, OPTIMIZER}
 
 
-def test_each_part_has_its_own_time() -> None:
-    class Sleeps(Toy):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            time.sleep(0.02)
-            return super().training_step(batch, batch_idx)
+class Sleeps(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
 
+
+def test_each_part_has_its_own_time() -> None:
+    class SleepsTwice(Sleeps):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             time.sleep(0.03)
 
@@ -70,7 +72,7 @@ def test_each_part_has_its_own_time() -> None:
         def __len__(self) -> int:
             return 4
 
-    _, seen, _ = watched(Sleeps(), loader=SlowLoader(), callbacks=[Rests()])
+    _, seen, _ = watched(SleepsTwice(), loader=SlowLoader(), callbacks=[Rests()])
     expected = {FORWARD: 0.02, OPTIMIZER: 0.03, REST: 0.04, DATA: 0.05}
     for part, seconds in expected.items():
         assert seen.parts[part] >= seconds
@@ -86,28 +88,12 @@ def test_steps_are_timed_after_the_loss_scale_has_settled() -> None:
 
 
 def test_manual_optimization_and_accumulation() -> None:
-    class Manual(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-
     for _, seen, _ in (watched(Manual()), watched(Toy(), accumulate_grad_batches=2)):
         parts = [o.part for o in seen.recorded.operations]
         assert {FORWARD, BACKWARD, OPTIMIZER} <= set(parts)
 
 
 def test_a_closure_inside_of_the_optimizers_step_is_not_its_time() -> None:
-    class Sleeps(Toy):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            time.sleep(0.02)
-            return super().training_step(batch, batch_idx)
-
     _, seen, _ = watched(Sleeps(), MixedPrecision("bf16-mixed", "cpu"))
     assert seen.parts[FORWARD] >= 0.02
     assert seen.parts[OPTIMIZER] < 0.02

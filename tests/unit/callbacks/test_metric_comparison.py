@@ -440,9 +440,6 @@ def test_resume_continues_the_table(tmp_path: Path) -> None:
     assert [row.epoch for row in second.table if row.metric == "val_loss"] == [0, 1, 3, 5]
 
 
-# --- files ---
-
-
 # --- by module, and attached to anything ---
 
 

@@ -12,7 +12,7 @@ import fsspec
 import lightning as L
 import pytest
 import torch
-from support import Poison, Recorder, Toy, assert_same, batches, fit, flags_on_a_device, stock
+from support import Manual, Poison, Recorder, Toy, assert_same, batches, fit, flags_on_a_device, stock
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.overflows import BadRow, fp16, with_bad
@@ -471,12 +471,8 @@ class Masked(Toy):
         return super().loss(batch) + torch.sqrt(torch.relu(self.net(batch).float() - 1e4)).mean()
 
 
-class ClearsAtTheEnd(Toy):
+class ClearsAtTheEnd(Manual):
     """Has no gradients left when its step ends; the third one overflows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
+from lightning_amp._compat._torchao import float8_linear, float8_twin
 from lightning_amp.casting import linears_in_fp8
 
 pytestmark = needs_torchao
@@ -162,3 +163,33 @@ def test_layers_are_in_fp8_inside_alone(stage: Stage) -> None:
             assert has() == [False, False, True, False, False]
         assert has() == [False, False, True, False, False]
     assert not any(has())
+
+
+# -- torchao's own product, which can replace ours when `test_torchao_cannot_differentiate_twice` fails ----------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_is_what_torchao_computes(recipe: str, bias: bool) -> None:
+    layer = nn.Linear(32, 48, bias=bias)
+    twin = float8_twin(layer, emulated(recipe))
+    assert twin.weight is layer.weight
+    assert twin.bias is layer.bias
+    x = torch.randn(8, 32, dtype=torch.bfloat16, requires_grad=True)
+    inputs = [x, *layer.parameters()]
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = float8_linear(twin, x), twin(x)
+    assert torch.equal(ours, theirs)
+    for a, b in zip(*(torch.autograd.grad(y.float().sum(), inputs) for y in (ours, theirs)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_torchao_cannot_differentiate_twice() -> None:
+    layer = nn.Linear(32, 32)
+    x = torch.randn(8, 32, dtype=torch.bfloat16, requires_grad=True)
+    twin = float8_twin(layer, emulated())
+    with torch.autocast("cpu", torch.bfloat16):
+        output = twin(twin(x))
+    with pytest.raises(AssertionError, match="Float8TrainingTensor"):
+        (gradient,) = torch.autograd.grad(output.float().tanh().sum(), x, create_graph=True)
+        torch.autograd.grad(gradient.float().square().sum(), layer.weight)

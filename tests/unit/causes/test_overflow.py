@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import Poison, Toy, assert_same, batches, fit
+from support import Manual, Poison, Toy, assert_same, batches, fit
 from torch import Tensor, nn
 from zoo.faults import Net, plain_data
 from zoo.overflows import BadRow, HalfBody, LargeOutput, fp16, with_bad
@@ -176,10 +176,9 @@ def test_the_cause_is_reported_although_the_run_in_fp32_fails(
 
 
 def test_gan() -> None:
-    class Gan(Toy):
+    class Gan(Manual):
         def __init__(self) -> None:
             super().__init__()
-            self.automatic_optimization = False
             self.other = nn.Linear(8, 1)
 
         def training_step(self, batch: Tensor, batch_idx: int) -> None:

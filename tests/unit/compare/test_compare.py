@@ -81,6 +81,9 @@ def test_finished_runs_are_kept(ran: list[str], tmp_path: Path) -> None:
     again = compare(dirpath=tmp_path / "kept", margins={"val_loss": 0.1})
     assert ran == []
     assert again.arms["bf16"].runs == first.arms["bf16"].runs
+    compare(("fp32", "bf16", "fp16"), dirpath=tmp_path / "kept")
+    assert ran == ["fp16 0"]
+    ran.clear()
     compare(dirpath=str(tmp_path / "kept"), num_seeds=2)
     assert ran == ["control 0", "control 1", "bf16 1", "fp32 1"]
 
@@ -112,18 +115,6 @@ def test_the_folder_of_another_compare(changes: Any, differs: str, ran: list[str
     with pytest.raises(ValueError, match=f"mine' has another comparison .its `{differs}`"):
         compare(**changes, control=True, dirpath=tmp_path / "mine")
     assert ran == []
-
-
-@pytest.mark.slow
-def test_a_folder_grows(ran: list[str], tmp_path: Path) -> None:
-    """Only new precisions and new seeds run."""
-    compare(control=True, dirpath=tmp_path)
-    ran.clear()
-    compare(("fp32", "bf16", "fp16"), control=True, dirpath=tmp_path)
-    assert ran == ["fp16 0"]
-    ran.clear()
-    compare(("fp32", "fp16"), control=True, num_seeds=2, dirpath=tmp_path)
-    assert ran == ["control 1", "fp16 1", "fp32 1"]
 
 
 def make_with_a_table(table: Any) -> Waves:

@@ -281,7 +281,7 @@ def test_four_comparisons_together_are_wrong_in_one_of_twenty_cases(shared: floa
 
 @pytest.mark.parametrize(("pairs", "p"), [(3, 0.05), (3, 0.2), (5, 0.2), (8, 0.2)])
 def test_a_coarse_metric_that_is_worse_is_never_called_not_worse(pairs: int, p: float) -> None:
-    """Its true mean cost is the margin: one unit with probability p, else 0 (`mechanisms.md` 28).
+    """Its true mean cost is the margin: one unit with probability p, else 0.
 
     Without the resolution this is wrong in 86 %, 51 %, 33 % and 17 % of the cases.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Poison, Toy, batches, fit, scaled_fp32
+from support import Manual, Poison, Toy, batches, fit, scaled_fp32
 from support.promises import OPTIMIZERS, PLAIN_AND_FUSED
 from torch import Tensor
 
@@ -17,12 +17,11 @@ from lightning_amp import AmpPrecision
 from lightning_amp.findings import StepRecord
 
 
-class Asks(Toy):
+class Asks(Manual):
     """Asks the plugin right after the optimizer's step has returned."""
 
     def __init__(self, optimizer: Any, ask: Callable[[Any], Any]) -> None:
         super().__init__(optimizer)
-        self.automatic_optimization = False
         self.ask = ask
         self.answers: list[Any] = []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Toy, WithoutAutocast, assert_same, fit, scaled_fp32, stock, weights
+from support import Manual, Toy, WithoutAutocast, assert_same, fit, scaled_fp32, stock, weights
 from support.promises import OPTIMIZERS, PLAIN_AND_FUSED, plain_sgd
 from torch import Tensor, nn
 
@@ -76,22 +76,17 @@ def test_gradients_of_inputs(manual: bool) -> None:
     assert_same(weights(ours), weights(reference), rtol=0.0, atol=0.01)
 
 
-class LooksByHand(Toy):
+class LooksByHand(Manual):
     """Clips its gradients itself, with one line that works under any plugin."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        self.automatic_optimization = False
         self.norms: list[Tensor] = []
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
+    def edit(self, optimizer: Any, batch_idx: int) -> None:
         unscale_(self.trainer, optimizer)
         unscale_(self.trainer, optimizer)  # idempotent
         self.norms.append(nn.utils.clip_grad_norm_(self.parameters(), 0.2).detach())
-        optimizer.step()
 
 
 @pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)

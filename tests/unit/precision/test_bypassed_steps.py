@@ -57,10 +57,6 @@ def unscaled_own(module: Any) -> None:
     module.own[0].step()
 
 
-def right(module: Any) -> None:
-    module.optimizers().step()
-
-
 def with_a_closure(module: Any) -> None:
     optimizer = module.optimizers().optimizer
     optimizer.zero_grad()
@@ -92,50 +88,25 @@ def test_unscaled_by_hand(step: Callable[[Any], None]) -> None:
         fit(lambda: Manual(step), scaled_fp32(init_scale=1024.0))
 
 
-@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
-def test_what_the_error_says_works(optimizer: str) -> None:
-    assert_same(
-        fit(lambda: Manual(right, OPTIMIZERS[optimizer]), scaled_fp32()),
-        fit(lambda: Manual(right, OPTIMIZERS[optimizer])),
-    )
-
-
 class InBackward(Toy):
-    """Has an optimizer for each parameter, which steps as soon as its gradient is there."""
+    """Has an optimizer of its own for each parameter, which steps as soon as its gradient is there."""
 
-    def __init__(self, how: str, automatic: bool = False) -> None:
+    def __init__(self, automatic: bool = False) -> None:
         super().__init__()
         self.automatic_optimization = automatic
-        self.how = how
 
-    def configure_optimizers(self) -> Any:
-        many = [torch.optim.SGD([p], lr=0.05) for p in self.parameters()]
-        if self.how == "hidden":
-            self.mine = many
+    def configure_optimizers(self) -> None:
+        self.mine = [torch.optim.SGD([p], lr=0.05) for p in self.parameters()]
         for i, parameter in enumerate(self.parameters()):
             parameter.register_post_accumulate_grad_hook(lambda p, i=i: self.in_backward(i))
-        return None if self.how == "hidden" else many
 
     def in_backward(self, i: int) -> None:
-        if self.how == "after":
-            return
-        if self.how == "right":
-            optimizer = self.optimizers()[i]
-        else:
-            optimizer = self.mine[i] if self.how == "hidden" else self.optimizers(use_pl_optimizer=False)[i]
-        optimizer.step()
-        optimizer.zero_grad()
+        self.mine[i].step()
+        self.mine[i].zero_grad()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = self.loss(batch)
-        if self.automatic_optimization:
-            return loss
-        self.manual_backward(loss)
-        if self.how == "after":
-            for optimizer in self.optimizers():
-                optimizer.step()
-                optimizer.zero_grad()
-        return None
+        return loss if self.automatic_optimization else self.manual_backward(loss)
 
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
@@ -143,7 +114,7 @@ class InBackward(Toy):
 @promise(36, stock="DID NOT RAISE|No inf checks", raises=(NOT_RAISED, AssertionError))
 def test_inside_the_backward(plugins: Plugins, automatic: bool) -> None:
     with pytest.raises(RuntimeError, match="past the precision plugin.*inside the backward.*'bf16'"):
-        fit(lambda: InBackward("hidden", automatic), plugins.scaled())
+        fit(lambda: InBackward(automatic), plugins.scaled())
 
 
 # -- what is legal stays silent ------------------------------------------------------------------
@@ -151,7 +122,7 @@ def test_inside_the_backward(plugins: Plugins, automatic: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
 @pytest.mark.parametrize("plugin", ["fp32", "bf16", "none"])
-@pytest.mark.parametrize("make", [lambda: Manual(inner), lambda: Manual(own), lambda: InBackward("hidden")])
+@pytest.mark.parametrize("make", [lambda: Manual(inner), lambda: Manual(own), InBackward])
 def test_without_loss_scaling_it_is_as_in_fp32(make: Any, plugin: str) -> None:
     plugins = {"fp32": lambda: AmpPrecision("fp32"), "bf16": lambda: WithoutAutocast("bf16"), "none": lambda: None}
     assert_same(fit(make, plugins[plugin]()), fit(make))

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import DEVICE, Toy, batches, fit
+from support import DEVICE, Manual, Toy, batches, fit
 from support.trainers import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -177,11 +177,7 @@ def test_what_it_says_works(fault: Any, precision: str) -> None:
 
 
 def test_in_manual_optimization_and_in_the_step_itself_it_is_said_once() -> None:
-    class Manual(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
+    class ByHand(Manual):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             x = self.net[0](batch)
             weight = torch.ones(16, 1, device=x.device, requires_grad=True)
@@ -191,7 +187,7 @@ def test_in_manual_optimization_and_in_the_step_itself_it_is_said_once() -> None
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             return self.net(batch).masked_fill(batch.sum(1, keepdim=True) > 9, -1e9).float().sum()
 
-    for make, where in ((Manual, "the backward, test_error_notes.py"), (Step, "`training_step`, test_error_notes.py")):
+    for make, where in ((ByHand, "the backward, test_error_notes.py"), (Step, "`training_step`, test_error_notes.py")):
         with pytest.raises(RuntimeError) as caught:
             fit(make, AmpPrecision("fp16"), batches(2))
         (note,) = caught.value.__notes__

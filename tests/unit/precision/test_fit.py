@@ -1,31 +1,18 @@
-"""One fit: arguments and results of optimizer steps, and the contexts of closure and backward."""
+"""One fit: arguments and results of optimizer steps, callbacks that join it, and the contexts of its steps."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from support import DEVICE, FEATURES, Toy, assert_same, batches, fit, scaled_fp32
+from support import DEVICE, FEATURES, Manual, Toy, assert_same, batches, fit, scaled_fp32
+from support.promises import fused_adamw, plain_sgd
 from torch import Tensor, nn
+from zoo.toy import TakesNoClosure
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
-
-
-class TakesNoClosure(torch.optim.Optimizer):
-    """SGD whose `step` takes no closure, but a keyword of its own."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.05})
-        self.got: list[Any] = []
-
-    @torch.no_grad()
-    def step(self, *, something: Any = None) -> Any:  # type: ignore[override]
-        self.got.append(something)
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(p.grad, alpha=-group["lr"])
-        return "stepped"
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -69,12 +56,11 @@ def test_keywords_of_a_step_reach_the_optimizer(precision: str, manual: bool) ->
     assert trainer.lightning_module.outputs == ["stepped"] * 2
 
 
-class Closure(Toy):
+class Closure(Manual):
     """Notes the autocast state of its forward and its backward."""
 
     def __init__(self) -> None:
         super().__init__(sgd)
-        self.automatic_optimization = False
         self.seen: list[Any] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -99,12 +85,11 @@ def test_the_users_closure_runs_under_autocast_and_its_backward_does_not(precisi
     assert module.seen == [dtype, False] * 2
 
 
-class OwnLoss(Toy):
+class OwnLoss(Manual):
     """Has a second loss and optimizer, which the plugin does not scale."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: sgd(self.net.parameters()))
-        self.automatic_optimization = False
         self.extra = nn.Linear(FEATURES, 1)
         self.own = [sgd(self.extra.parameters())]  # a list: Lightning does not see it
 
@@ -124,3 +109,65 @@ class OwnLoss(Toy):
 def test_a_backward_that_fails_has_ended() -> None:
     """Otherwise the plugin would take all later gradients for scaled ones, and refuse to step."""
     assert_same(fit(OwnLoss, scaled_fp32(init_scale=64.0), batches(2)), fit(OwnLoss, None, batches(2)))
+
+
+class ComesLate(L.Callback):
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            trainer.callbacks.append(SeesGradients(self.calls))
+
+
+class SeesGradients(L.Callback):
+    def __init__(self, calls: list[int]) -> None:
+        self.calls = calls
+
+    def on_before_backward(self, trainer: L.Trainer, *args: Any) -> None:
+        self.calls.append(trainer.fit_loop.batch_idx)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any) -> None:
+        self.calls.append(trainer.fit_loop.batch_idx)
+
+
+@pytest.mark.parametrize("optimizer", [plain_sgd, fused_adamw])
+def test_callbacks_that_come_late_are_called(optimizer: Any) -> None:
+    late = ComesLate()
+    fit(lambda: Toy(optimizer), AmpPrecision("fp32"), callbacks=[late])
+    assert late.calls == [4, 4, 5, 5, 6, 6, 7, 7]
+
+
+class TrainsInValidation(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.seen.append(self.net(batch).dtype)
+        return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.trainer.strategy.training_step(batch, batch_idx)
+
+    def val_dataloader(self) -> Any:
+        return batches(1)
+
+
+def test_a_training_step_in_validation_leaves_training_as_it_is() -> None:
+    """The sanity check comes first."""
+    module = TrainsInValidation()
+    fit(module, AmpPrecision("bf16", eval_precision="fp32"), batches(2))
+    assert module.seen == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("name", ["autocast_context_manager", "forward_context"])
+def test_a_plugin_with_an_autocast_of_its_own_makes_it_for_each_step(name: str) -> None:
+    made: list[str] = []
+
+    def make(self: AmpPrecision) -> Any:
+        made.append(name)
+        return getattr(AmpPrecision, name)(self)
+
+    fit(Toy, type("Own", (AmpPrecision,), {name: make})("bf16"), batches(5))
+    assert len(made) == 5

@@ -6,19 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from support import (
-    Records,
-    Toy,
-    WithoutAutocast,
-    assert_same,
-    fit,
-    weights,
-)
+from support import Records, Toy, WithoutAutocast, assert_same, fit, weights
 from support.promises import OPTIMIZERS, plain_sgd
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 from lightning_amp.precision import unscale_
@@ -27,11 +19,6 @@ SCALERS: dict[str, Callable[[], Any]] = {
     "dynamic": lambda: DynamicLossScaler(2.0**10, growth_interval=2),
     "torch's": lambda: torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2),
     "static": lambda: 2.0**10,
-}
-WAYS: dict[str, Callable[[L.Trainer], Any]] = {
-    "trainer": lambda trainer: trainer.scaler,
-    "plugin": lambda trainer: getattr(trainer.precision_plugin, "scaler", None),
-    "strategy": lambda trainer: getattr(trainer.strategy.precision_plugin, "scaler", None),
 }
 
 
@@ -42,23 +29,15 @@ def scaled(scaler: Any = 2.0**10) -> AmpPrecision:
 class Manual(Toy):
     """Runs `step`, which gets the scaler if it is to call it by hand, else `None`."""
 
-    def __init__(self, step: Any, optimizer: Any = plain_sgd, by_hand: bool = True, way: str = "plugin") -> None:
+    def __init__(self, step: Any, optimizer: Any = plain_sgd, by_hand: bool = True) -> None:
         super().__init__(optimizer)
         self.automatic_optimization = False
-        self.step, self.by_hand, self.way = step, by_hand, way
-        self.norms: list[Tensor] = []
-        self.scales: list[float] = []
-
-    def clip(self) -> None:
-        self.norms.append(nn.utils.clip_grad_norm_(self.parameters(), 0.2).detach())
+        self.step, self.by_hand = step, by_hand
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         self.index = batch_idx
         self.optimizers().zero_grad()
-        self.step(self, batch, WAYS[self.way](self.trainer) if self.by_hand else None)
-        plugin = self.trainer.precision_plugin
-        if isinstance(plugin, AmpPrecision):
-            self.scales.append(plugin.scaler.get_scale())  # pyright: ignore[reportOptionalMemberAccess]
+        self.step(self, batch, getattr(self.trainer.precision_plugin, "scaler", None) if self.by_hand else None)
 
     def backward_of(self, loss: Tensor, scaler: Any) -> None:
         self.manual_backward(loss) if scaler is None else scaler.scale(loss).backward()
@@ -103,7 +82,6 @@ def test_a_loss_scaled_by_hand_equals_fp32(step: Any, optimizer: str, scaler: st
     make, plugin = functools.partial(Manual, step, OPTIMIZERS[optimizer]), scaled(SCALERS[scaler]())
     trainer, reference = fit(make, plugin), fit(make)
     assert_same(trainer, reference)
-    assert_same(trainer.lightning_module.norms, reference.lightning_module.norms)
     assert trainer.global_step == reference.global_step == plugin.num_steps == 8
     assert plugin.scaler.get_scale() == 2.0 ** (10 if scaler == "static" else 14)  # pyright: ignore
 

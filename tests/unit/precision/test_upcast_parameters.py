@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import DEVICE, Poison, Toy, assert_same, batches, fit, quiet_trainer, weights
+from support import DEVICE, Toy, assert_same, batches, fit, quiet_trainer, weights
 from support.averages import EMAWeightAveraging, needs_averages
 from torch import Tensor, nn
 
@@ -183,9 +183,3 @@ def test_an_average_that_starts_from_a_checkpoint_without_one(make: Any, tmp_pat
     fit(lambda: make().to(torch.bfloat16), upcasting(), max_epochs=2, ckpt_path=path, callbacks=[average])
     assert average._average_model is not None
     assert_same(weights(average._average_model.module.cpu()), expected)
-
-
-def test_a_skipped_step_of_upcast_parameters_did_not_happen() -> None:
-    plugin = upcasting("fp16", scaler=256.0)
-    fit(half(), plugin, callbacks=[Poison(gradient=[1])])
-    assert (plugin.num_steps, plugin.num_skipped) == (7, 1)

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lightning_amp.scaling import DerivativeScale, DynamicLossScaler
 
-INF, NAN = float("inf"), float("nan")
-
 
 def scaler(scale: float = 2.0**16) -> torch.amp.GradScaler:
     made = DynamicLossScaler(scale)

@@ -152,7 +152,7 @@ def test_the_state_of_a_plain_scaler_loads() -> None:
 # -- beside Accelerate -------------------------------------------------------------------------------------------------
 
 
-def accelerated(scaled: bool, optimizer: Any, mixed: bool = False, trouble: Any = None, data: Any = None) -> Any:
+def accelerated(scaled: bool, optimizer: Any, trouble: Any = None, data: Any = None) -> Any:
     """Train with a model and an optimizer that Accelerate has prepared."""
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=DEVICE == "cpu", mixed_precision="no")

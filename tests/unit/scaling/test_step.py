@@ -51,20 +51,6 @@ class Twice(Base):
         return output
 
 
-class MovesFirst(Base):
-    """Moves its weights before it calls its closure, as schedule-free optimizers do."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        params = [p for group in self.param_groups for p in group["params"]]
-        torch._foreach_add_(params, 1.0)
-        with torch.enable_grad():
-            output = closure()
-        torch._foreach_sub_(params, 1.0)
-        self.descend()
-        return output
-
-
 class Never(Base):
     def step(self, closure: Any = None) -> str:
         self.descend()
@@ -188,42 +174,12 @@ def test_an_overflow_in_the_second_call_takes_the_first_move_back(before: int) -
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("before", [0, 1, 2])
-def test_an_overflow_takes_a_move_before_the_closure_back(before: int) -> None:
-    loop = Loop(MovesFirst)
-    for _ in range(before):
-        loop.step((1.0, 1.0))
-    weights = loop.weights
-    assert loop.step((INF, 4.0)).skip is Skip.YES
-    assert loop.weights == weights
-    assert loop.step((1.0, 2.0)).skip.known is False
-
-
-@pytest.mark.usefixtures("where_flags_live")
 def test_a_closure_that_is_never_called_has_true_gradients_before() -> None:
     """In a manual loop the gradients are there before `step`. Nothing can stop such an optimizer, so it never skips."""
     loop = Loop(Never)
     loop.backward(1.0, 2.0)
     result = loop.step(closure_runs_backward=False)
     assert (loop.optimizer.seen, loop.output, result.skip) == ([[1.0, 2.0]], "own output", Skip.NO)
-
-
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("scaler", [SCALE, None])
-def test_an_optimizer_that_takes_no_closure_gets_its_gradients_first(by_hand: bool, scaler: float | None) -> None:
-    loop = Loop(TakesNone, scaler)
-    if by_hand:
-        loop.backward(1.0, 2.0)
-        result = loop.step(closure_runs_backward=False, temperature=0.5)
-    else:
-        result = loop.step((1.0, 2.0), temperature=0.5)
-    assert (loop.optimizer.seen, loop.optimizer.temperature) == ([[1.0, 2.0]], 0.5)
-    assert (loop.output, result.skip) == ("own output", Skip.NO)
-    result = loop.step((INF, 2.0))
-    assert result.skip is Skip.YES
-    assert not isinstance(loop.output, str)
-    assert loop.weights == [-0.5, -1.0]
 
 
 @pytest.mark.usefixtures("where_flags_live")

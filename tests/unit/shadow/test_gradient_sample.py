@@ -9,15 +9,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import DEVICE, Toy, assert_same, batches, fit, scaled_fp32
+from support import DEVICE, Manual, Toy, assert_same, batches, fit, scaled_fp32
 from torch import Tensor, nn
+from zoo.overflows import fp16
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
+from lightning_amp import AmpPrecision, GradientMonitor
 from lightning_amp.precision import scaled_grad
-
-
-def fp16(scale: float = 64.0, **kwargs: Any) -> AmpPrecision:
-    return AmpPrecision("fp16", scaler=DynamicLossScaler(scale, **kwargs))
 
 
 def drops() -> Toy:
@@ -106,10 +103,9 @@ def test_the_gradient_of_the_loss_itself_says_nothing(precision: str) -> None:
 
 
 def test_manual_optimization_with_two_optimizers() -> None:
-    class Gan(Toy):
+    class Gan(Manual):
         def __init__(self) -> None:
             super().__init__()
-            self.automatic_optimization = False
             self.other = nn.Linear(8, 1)
 
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -131,12 +127,11 @@ def test_manual_optimization_with_two_optimizers() -> None:
     assert_same(watched, alone)
 
 
-class Penalised(Toy):
+class Penalised(Manual):
     """A critic and a generator, with a penalty on the critic's derivative by its input."""
 
     def __init__(self, scaled: bool) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.scaled = scaled
         self.generator = nn.Linear(8, 8)
 

@@ -208,3 +208,53 @@ def test_batches_are_copied_deep_but_not_their_storage() -> None:
 def test_a_batch_that_cannot_be_copied_is_refused() -> None:
     with pytest.raises(NotCopiedError, match=r"`batch` cannot be copied \(TypeError: cannot pickle"):
         copy_batch({"x": torch.ones(2), "rows": [(i for i in range(3)), 1]})
+
+
+# -- functions of a copy refer to the copy -----------------------------------------------------------------------------
+
+
+def test_hooks_that_close_over_the_module_see_the_copy() -> None:
+    module: Any = Module()
+    features: list[Tensor] = []
+    module.features = features
+    module.net[0].register_forward_hook(lambda _module, _inputs, output: module.values.append(output.numel()))
+    module.net[0].register_forward_hook(lambda _module, _inputs, output: features.append(output))
+    copied(module).net(torch.randn(3, 2))
+    assert module.values == []
+    assert features == []
+    module.net(torch.randn(3, 2))
+    assert len(module.values) == len(features) == 1
+
+
+def test_closures_in_closures_partials_and_functions_that_call_themselves() -> None:
+    module: Any = Module()
+
+    def note(value: float) -> None:
+        module.values.append(value)
+
+    def countdown(number: int) -> None:
+        note(number)
+        if number:
+            countdown(number - 1)
+
+    module.plain, module.frozen, module.again = (lambda: note(1.0)), functools.partial(note, 2.0), countdown
+    copy = copied(module)
+    copy.plain()
+    copy.frozen()
+    copy.again(0)
+    assert copy.values == [1.0, 2.0, 0.0]
+    assert module.values == []
+
+
+def test_keywords_defaults_and_marks_of_a_function_stay() -> None:
+    module: Any = Module()
+
+    def hook(self: Any, *args: Any, factor: float = 2.0) -> float:
+        return factor * len(module.values)
+
+    hook.mark = "mine"  # type: ignore[attr-defined]
+    module.hook = hook
+    copy = copied(module)
+    copy.values.append(1.0)
+    assert copy.hook is not hook
+    assert (copy.hook(None), copy.hook(None, factor=5.0), copy.hook.mark) == (2.0, 5.0, "mine")

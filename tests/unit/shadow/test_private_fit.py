@@ -232,23 +232,6 @@ def test_a_callback_that_cannot_be_copied_is_named() -> None:
         fit(Net, Data, callbacks=[Holds()])
 
 
-def test_a_fit_runs_on_the_device_that_it_is_given_and_the_current_one_stays(device: torch.device) -> None:
-    place, before = device, 0
-    if device.type != "cpu":
-        place, before = torch.device(device.type, 1), torch.accelerator.current_device_index()
-    seen: list[torch.device] = []
-
-    class Sees(Stop):
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # type: ignore[override]
-            seen.append(pl_module.device)
-            trainer.should_stop = True
-
-    with unnoticed(place):
-        run_private_fit(private_trainer(place, AmpPrecision("bf16"), [Sees(1)], {}), Net(), Data())
-    assert seen == [place]
-    assert device.type == "cpu" or torch.accelerator.current_device_index() == before
-
-
 class Sharding(LightningModule):
     """Shards as the guide says, but also without a mesh."""
 

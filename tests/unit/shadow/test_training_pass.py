@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import DEVICE, Toy, assert_same, fit, weights
+from support import DEVICE, Manual, Toy, assert_same, fit, weights
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision
@@ -27,12 +27,6 @@ def probe(module: Callable[[], L.LightningModule], look: Callable[[L.Trainer, Tr
             twin.close()
 
     return fit(module, AmpPrecision("bf16"), callbacks=[Probe()], max_steps=2)
-
-
-class Manual(Toy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
 
 class Gan(Manual):
