@@ -55,8 +55,6 @@ class BackwardWatch:
         self._scaled: dict[int, weakref.ref[Any]] = {}  # the gradient that a scaled backward left, by parameter
         self._plain: set[int] = set()  # parameters whose latest backward was not scaled
         self._handles: dict[int, Any] = {}
-        self._first: dict[int, Any] = {}  # the watched parameters of the optimizers
-        self._before: list[Any] = []  # their gradients when a scaled backward began
         self._elsewhere = -1  # the number of the latest scaled backward that reached no watched parameter
         self._on_steps = [register_optimizer_step_pre_hook(self), register_optimizer_step_post_hook(self)]
         _WATCHES.append(self)
@@ -65,15 +63,11 @@ class BackwardWatch:
         """Begin the backward of a loss that carries the loss scale."""
         self.in_scaled_backward = True
         self.count += 1
-        self._before = [p.grad for p in self._first.values()]
 
     def __exit__(self, *exc: object) -> None:
-        for p, before in zip(self._first.values(), self._before, strict=False):
-            if p.grad is not None and p.grad is not before:  # FSDP assigns gradients, so that no hook sees them
-                self._note(p)
-        if self.count not in self._latest.values():
+        if self.count not in self._latest.values():  # also in FSDP1, which assigns gradients, so that no hook sees them
             self._elsewhere = self.count
-        self.in_scaled_backward, self._before = False, []
+        self.in_scaled_backward = False
 
     def watch(self, params: Iterable[Any]) -> None:
         """Watch parameters; a lazy one takes no hook before its first forward."""
@@ -96,7 +90,6 @@ class BackwardWatch:
                 self._plain.discard(id(p))
         if first is not None:
             self.watch([first])
-            self._first[id(first)] = first
         return first
 
     def _note(self, p: Any) -> None:
