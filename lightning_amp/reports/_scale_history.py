@@ -210,7 +210,8 @@ def plot_histories(
         skipped = [record for record in history if record.skipped]
         places = [record.index for record in skipped], [record.scale for record in skipped]
         axes.plot(*places, "v", markersize=3, color=color)
-    axes.plot([], [], "v", color="gray", label="skipped")
+    if any(record.skipped for record in records):
+        axes.plot([], [], "v", color="gray", label="skipped step")
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_yscale("log", base=2)
