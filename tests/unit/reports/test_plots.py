@@ -80,7 +80,7 @@ def test_several_are_one_picture(tmp_path: Path) -> None:
         "a: 2 of 50 steps skipped",
         "b: 1 of 80 steps skipped",
         "c: 0 of 0 steps skipped",
-        "skipped",
+        "skipped step",
     ]
     curves = [line for line in figure.axes[0].lines if line.get_label()[:2] in ("a:", "b:")]
     colors = [line.get_color() for line in curves]
