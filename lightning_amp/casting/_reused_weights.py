@@ -25,10 +25,9 @@ _LAYERS = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(nn.RNNCell, nn.LSTMCell, nn.GRUCell, nn.MultiheadAttention),
 )
-_FORWARDS = {layer.forward for layer in _LAYERS}
 """Autocast runs all operations that these apply to their own weights in half precision, so handing over the cast weight
-changes no bit. A subclass with its own `forward` is left alone, because it may apply other operations. Biases are left
-alone, because they are small and no backward keeps them.
+changes no bit. Subclasses are left alone, because they may apply other operations. Biases are left alone, because they
+are small and no backward keeps them.
 """
 
 
@@ -83,7 +82,7 @@ def _layers_in(root: nn.Module) -> list[nn.Module]:
     """Return the submodules whose weights can be shared, except compiled modules and what is inside them."""
     compiled = {inner for outer in root.modules() if _modules.is_compiled(outer) for inner in outer.modules()}
     eager = [module for module in root.modules() if module not in compiled]
-    return [module for module in eager if type(module).forward in _FORWARDS and "forward" not in vars(module)]
+    return [module for module in eager if type(module) in _LAYERS and "forward" not in vars(module)]
 
 
 class _Copy(NamedTuple):

@@ -102,6 +102,7 @@ class Run:
             device=self.device,
         )
         self._undo.callback(self.steps.close)
+        self._optimizers: Sequence[Optimizer] = optimizers
         self.protection = SkipProtection(self.module, self.named_buffers, on=self.steps.skips)
         self._undo.callback(self.protection.detach)
         self.fold_plan = FoldPlan(self.module, self._own_norm)
@@ -115,6 +116,10 @@ class Run:
         """Prepare for a training step; in manual optimization, end the batch in which hooks have stepped since."""
         self.end_batch()
         if self.steps is not None:
+            optimizers = self.module.trainer.strategy.optimizers
+            for optimizer in optimizers if optimizers is not self._optimizers else ():
+                self.steps.state(optimizer)  # the gradients of new ones begin now
+            self._optimizers = optimizers
             self.protection.enter_step()
 
     def end_batch(self) -> None:

@@ -29,8 +29,8 @@ class BackwardWatch:
 
     They note whether a parameter got its latest gradient from a scaled backward or from a plain one. They watch the
     first parameter of each known optimizer, and others, for which there may be optimizers that nobody passed on. A
-    gradient that the user assigns (`p.grad = ...`) counts as a true one, unless it may come from the backward of a
-    copy. `scaler.scale(loss).backward()` during a run is answered here too.
+    gradient that the user assigns (`p.grad = ...`) counts as a true one, and an error is raised if it may be the
+    gradient of a copy. `scaler.scale(loss).backward()` during a run is answered here too.
 
     Torch's public registry of step hooks calls it before and after each step of any optimizer. A step past `steps`
     would move weights by the gradients times the scale. The check after a step is needed because its closure may have
@@ -55,6 +55,8 @@ class BackwardWatch:
         self._scaled: dict[int, weakref.ref[Any]] = {}  # the gradient that a scaled backward left, by parameter
         self._plain: set[int] = set()  # parameters whose latest backward was not scaled
         self._handles: dict[int, Any] = {}
+        self._first: dict[int, Any] = {}  # the watched parameters of the optimizers
+        self._before: list[Any] = []  # their gradients when a scaled backward began
         self._elsewhere = -1  # the number of the latest scaled backward that reached no watched parameter
         self._on_steps = [register_optimizer_step_pre_hook(self), register_optimizer_step_post_hook(self)]
         _WATCHES.append(self)
@@ -63,11 +65,15 @@ class BackwardWatch:
         """Begin the backward of a loss that carries the loss scale."""
         self.in_scaled_backward = True
         self.count += 1
+        self._before = [p.grad for p in self._first.values()]
 
     def __exit__(self, *exc: object) -> None:
-        if self.count not in self._latest.values():  # also in FSDP1, which assigns gradients, so that no hook sees them
+        for p, before in zip(self._first.values(), self._before, strict=False):
+            if p.grad is not None and p.grad is not before:  # FSDP assigns gradients, so that no hook sees them
+                self._note(p)
+        if self.count not in self._latest.values():
             self._elsewhere = self.count
-        self.in_scaled_backward = False
+        self.in_scaled_backward, self._before = False, []
 
     def watch(self, params: Iterable[Any]) -> None:
         """Watch parameters; a lazy one takes no hook before its first forward."""
@@ -90,6 +96,7 @@ class BackwardWatch:
                 self._plain.discard(id(p))
         if first is not None:
             self.watch([first])
+            self._first[id(first)] = first
         return first
 
     def _note(self, p: Any) -> None:
@@ -113,17 +120,26 @@ class BackwardWatch:
     def was_assigned(self, state: Any) -> bool:
         """Return whether the user has assigned the gradients of a :class:`GradientState` since its last step.
 
-        No backward has reached its watched parameter since, and the gradient is not one that was there before. If a
-        scaled backward has reached no watched parameter since, they are taken for gradients of a copy of the module,
-        which carry the scale.
+        No backward has reached its watched parameter since, and the gradient is not one that was there before.
+
+        Raises:
+            RuntimeError: If a scaled backward has reached no watched parameter since, as that of a copy of the module:
+                the gradients may carry the scale, or not.
         """
         p = state.watched
-        if state.scale is None or self._elsewhere > state.since:
+        if state.scale is None:
             return False
         carried = None if state.carried is None else state.carried()
         if self.origin_of(p) == "unknown" or id(p) in self._plain or p.grad is carried:
             return False
-        return self.origin_of(p) == "plain" if state.folded else self._latest.get(id(p), 0) <= state.since
+        is_assigned = self.origin_of(p) == "plain" if state.folded else self._latest.get(id(p), 0) <= state.since
+        if is_assigned and self._elsewhere > state.since:
+            raise RuntimeError(
+                f"Gradients of `{type(state.optimizer).__name__}` were assigned after a scaled backward of other"
+                " tensors: do they carry the loss scale? Call `unscale_` before you assign true ones. Call"
+                " `loss.backward()` for gradients of a copy."
+            )
+        return is_assigned
 
     def came_plain(self, optimizer: Optimizer) -> bool:
         """Return whether a backward without the loss scale has added to the gradients of an optimizer."""

@@ -41,7 +41,7 @@ class OptimizerSteps:
         skip_nonfinite: Whether to skip steps with non-finite gradients even without a scaler.
         log: Gets a record of every attempted step.
         optimizers: In the order of `configure_optimizers`. An optimizer that comes later gets the next index, or the
-            place of a known one whose parameters it has.
+            place of a known one with the same parameters.
         calls: The calls that errors name.
         watched: Parameters whose optimizers may come later, or never; a step past this class on their scaled gradients
             is refused.
@@ -124,8 +124,7 @@ class OptimizerSteps:
         if state := self.states.get(id(optimizer)):
             return state
         mine = {id(p) for p in parameters(optimizer)}
-        before = ((s, {id(p) for p in parameters(s.optimizer)}) for s in self.states.values())
-        state = next((s for s, its in before if its and its <= mine), None)
+        state = next((s for s in self.states.values() if mine == {id(p) for p in parameters(s.optimizer)}), None)
         if state is not None:  # a loop that makes its optimizers anew
             del self.states[id(state.optimizer)]
             state.adopt(optimizer)
@@ -187,9 +186,9 @@ class OptimizerSteps:
         for state in sorted(self.states.values(), key=lambda state: state.is_scaled):
             self._see_assigned(state)
             state.carry(to, done)
-            if len(self.states) > 1:
+            if len(self.states) > 1 or self._rest:
                 done.update(id(p) for p in parameters(state.optimizer))
-        self._rest_state.carry(to, ())
+        self._rest_state.carry(to, done)
 
     def scaled_backward(self) -> AbstractContextManager[None]:
         """Return the context of the backward of a scaled loss."""

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, FabricAmpPrecision
 from lightning_amp._compat._torch import decides_on_device
+from lightning_amp.precision import unscale_
 from lightning_amp.scaling import ScaledSteps
 from lightning_amp.scaling._early_moves import calls_closure_late
 
@@ -113,21 +114,47 @@ def assigned_after_the_backward_of_another_then_its_own(net: Net, x: Tensor, ind
     other.step()
 
 
-def given_by_a_copy(net: Net, x: Tensor, index: int) -> None:
+def given_by_a_copy(net: Net, x: Tensor, index: int, backward: Any = Tensor.backward) -> None:
     """As the gradients of first-order MAML, or of a local worker."""
     optimizer: Any = net.optimizers()
     worker = copy.deepcopy(net.a)
     worker.zero_grad()
-    net.manual_backward(worker(x).float().square().mean())
+    backward(worker(x).float().square().mean())
     for p, own in zip(net.a.parameters(), worker.parameters(), strict=True):
         p.grad = own.grad
     optimizer.step()
+
+
+def assigned_after_an_attack(net: Net, x: Tensor, index: int, unscales: bool = True) -> None:
+    """The backward to the input reaches no parameter."""
+    optimizer: Any = net.optimizers()
+    attacked = x.clone().requires_grad_()
+    net.a.requires_grad_(False)
+    net.manual_backward(net.loss(attacked))
+    net.a.requires_grad_(True)
+    if unscales:
+        unscale_(net.trainer, optimizer)
+    params = list(net.a.parameters())
+    for p, g in zip(params, torch.autograd.grad(net.loss(attacked.detach() + 0.1), params), strict=True):
+        p.grad = g
+    optimizer.step()
+
+
+def test_assigned_gradients_that_may_carry_the_scale_are_refused() -> None:
+    loops = [
+        lambda net, x, index: given_by_a_copy(net, x, index, net.manual_backward),
+        lambda net, x, index: assigned_after_an_attack(net, x, index, unscales=False),
+    ]
+    for loop in loops:
+        with pytest.raises(RuntimeError, match=r"Call `unscale_` before .* `loss.backward\(\)` for"):
+            fit(Net(loop, one_sgd), "fp16", 2)
 
 
 @pytest.mark.parametrize(
     ("loop", "optimizers"),
     [
         (given_by_a_copy, one_sgd),
+        (assigned_after_an_attack, one_sgd),
         (assigned_after_the_backward_of_another, None),
         (assigned_after_the_backward_of_another_then_its_own, None),
         (assigned_after_a_skip, one_sgd),
