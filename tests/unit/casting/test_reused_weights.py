@@ -131,6 +131,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Te
     "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), again),
     "old spectral norm": (lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)), again),
     "somebody else's forward": (lambda: Own(WIDTH, WIDTH), again),
+    "a conv whose weight is computed": (lambda: Standardized(WIDTH, WIDTH, 3, padding=1), images),
     "tied weights": (lambda: tied(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), again),
     "bias in half precision": (lambda: half_bias(nn.Linear(WIDTH, WIDTH)), again),
 }  # fmt: skip
@@ -142,6 +143,14 @@ class Own(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, torch.softmax(self.weight * 3, 1), self.bias)
+
+
+class Standardized(nn.Conv1d):
+    """Has torch's `forward`, and computes its weight in fp32 in the method that torch offers for this."""
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight = weight * torch.rsqrt(weight.square().mean((1, 2), keepdim=True) + 1e-10)
+        return super()._conv_forward(x, weight, bias)
 
 
 def frozen_bias(module: nn.Linear) -> nn.Linear:
