@@ -373,16 +373,19 @@ class Stages(Net):
         return None
 
 
-@pytest.mark.parametrize("accumulated", [0, 2, 4])
-@pytest.mark.parametrize("how", ["unfrozen", "a stage", "the new one steps first", "the old one steps first"])
+@pytest.mark.parametrize(
+    ("how", "accumulated"),
+    [
+        *(("unfrozen", 1), ("unfrozen", 2), ("unfrozen", 4), ("a stage", 1), ("a stage", 2), ("a stage", 4)),
+        *(("the new one steps first", 1), ("the old one steps first", 1)),
+    ],
+)
 def test_an_optimizer_that_comes_later(how: str, accumulated: int) -> None:
-    if accumulated and "first" in how:
-        return  # in manual optimization
     nets = {precision: Stages(how) for precision in ("fp32", "fp16")}
     for precision, net in nets.items():
-        accumulate = {"accumulate_grad_batches": accumulated} if accumulated else {}
         scaler = DynamicLossScaler(64.0, growth_interval=3) if precision == "fp16" else None
-        fit(net, precision, 4, max_epochs=2, plugin=AmpPrecision(precision, scaler=scaler), **accumulate)
+        plugin = AmpPrecision(precision, scaler=scaler)
+        fit(net, precision, 4, max_epochs=2, plugin=plugin, accumulate_grad_batches=accumulated)
     for one, other in zip(nets["fp32"].parameters(), nets["fp16"].parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
 
