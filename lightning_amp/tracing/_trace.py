@@ -161,6 +161,7 @@ class Gradient:
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     is_inner: bool  # computed by `torch.autograd.grad` for a term of the loss: the scale does not multiply it
+    arrived_in: torch.dtype | None = None
 
     @property
     def bad(self) -> bool:
@@ -332,7 +333,8 @@ class Trace(TorchFunctionMode):
             ends = [self._keep(end for t in tensors for end in _extremes(t)) for tensors in (given, made)]
             first = next(iter((*made, *given)), None)
             dtype, shape = (None, ()) if first is None else (first.dtype, shape_of(first))
-            self.gradients.append(Gradient(call, ends[0], ends[1], dtype, shape, self._in_derivative))
+            arrived_in = given[0].dtype if given else None
+            self.gradients.append(Gradient(call, ends[0], ends[1], dtype, shape, self._in_derivative, arrived_in))
 
     def largest_in_half(self) -> float | None:
         """Return the largest magnitude of the gradients in half precision, which the loss scale must not overflow."""
