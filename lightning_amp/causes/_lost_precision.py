@@ -163,7 +163,7 @@ def lost_in_training(
     sampler.take(scale, outputs=outputs)
     found = furthest_module(outputs.sums_of_all_ranks(trainer), total.precision)
     if not sample.forward_is_finite and (found is None or found.output_sqnr_db > -math.inf):
-        return "no module made the first value that is not finite; `OverflowLocator` finds the operation"
+        return "no module's output explains it; `OverflowLocator` finds the operation"
     if found is None:
         return ""
     setting = f"`fp32_modules=[{found.module!r}]`"

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp import _messages
-from lightning_amp._compat import _lightning, _modules
+from lightning_amp._compat import _lightning, _modules, _torch
 from lightning_amp._compat._names import BaseFinetuning, LightningModule, TrainerFn, do_nothing_closure
 from lightning_amp._text import counted
 from lightning_amp.casting import Choice
@@ -118,7 +118,7 @@ class Run:
         if self.steps is not None:
             optimizers = self.module.trainer.strategy.optimizers
             for optimizer in optimizers if optimizers is not self._optimizers else ():
-                self.steps.state(optimizer)  # the gradients of new ones begin now
+                self.steps.state(_torch.unwrap_optimizer(optimizer))  # the gradients of new ones begin now
             self._optimizers = optimizers
             self.protection.enter_step()
 

@@ -123,8 +123,8 @@ class BackwardWatch:
         No backward has reached its watched parameter since, and the gradient is not one that was there before.
 
         Raises:
-            RuntimeError: If a scaled backward has reached no watched parameter since, as that of a copy of the module:
-                the gradients may carry the scale, or not.
+            RuntimeError: If a scaled backward since that step has reached no watched parameter. The gradients may then
+                come from a copy of the module, and carry the scale.
         """
         p = state.watched
         if state.scale is None:

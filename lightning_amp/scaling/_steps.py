@@ -136,7 +136,8 @@ class OptimizerSteps:
                 if origin != "plain":
                     self._require_one_scale(optimizer)
                     state.scale = self._rest_state.scale
-                state.watched, state.since = self._watch.watch_first(optimizer), -1  # nothing is known to be assigned
+                # before its first step no gradient counts as assigned
+                state.watched, state.since = self._watch.watch_first(optimizer), -1
             self._rest[:] = [p for p in self._rest if id(p) not in mine]
         self.states[id(optimizer)] = state
         return state

@@ -42,8 +42,6 @@ _ATOMS: tuple[type, ...] = (bool, int, float, str, type(None), types.FunctionTyp
 _DEPTH, _DEPTH_OF_BATCHES = 3, 10
 """How deep the items and attributes of a module's attribute, or of a batch, are looked into."""
 _EMPTY = object()
-_MOVING = ("step", "zero_grad", "add_param_group", "load_state_dict")
-"""Methods of optimizers that a copy of a module must not call a second time."""
 
 Attributes = dict[nn.Module, dict[str, Any]]
 """The attributes of each module, by name."""
@@ -78,7 +76,7 @@ def copy_module(module: LightningModule, memo: dict[int, Any], *, upcast: bool =
     Parts that are compiled in the module are not compiled in the copy. Bound methods and closures that refer to the
     module (a forward hook that appends to `self.features`) refer to the copy. Data sets, loaders, callbacks and hooks
     that cannot be copied are shared. Other objects that cannot be copied raise when the copy uses them, and so do
-    optimizers when it steps them. Steps of LR schedulers do nothing.
+    methods of optimizers and LR schedulers. Steps of LR schedulers do nothing.
 
     Args:
         module: The module; unchanged.
@@ -176,7 +174,7 @@ class _Copier:
         if cls in weakref.ProxyTypes or isinstance(value, _SHARED):
             self._memo[id(value)] = value
         elif isinstance(value, (LRScheduler, torch.optim.Optimizer)):
-            self._memo[id(value)] = _only_read(value, path)
+            self._memo[id(value)] = read_only(value, path)
         elif isinstance(value, nn.Module):  # users keep a large frozen teacher in a list, out of `parameters()`
             self.find(value, path)
         elif isinstance(value, torch.jit.ScriptFunction):
@@ -237,14 +235,19 @@ class _Copier:
         return copies
 
 
-def _only_read(value: Any, path: str) -> Any:
-    """Return a view of an optimizer that refuses to step, or of an LR scheduler whose step does nothing."""
-    if isinstance(value, LRScheduler):  # no gradient depends on its step
-        return View(value, step=NOTHING)
-    refused = NotCopied(path, "it moves the real weights")
-    groups = [{**group, "params": refused} for group in value.param_groups]
-    own: dict[str, Any] = dict.fromkeys(_MOVING, refused)
-    return View(value, param_groups=groups, **own)
+def read_only(value: Any, path: str, **attributes: Any) -> View:
+    """Return a view of an optimizer or LR scheduler, whose settings can be read.
+
+    Methods raise, except those among the attributes. The step of a scheduler does nothing: no gradient depends on it.
+    """
+    refused: Any = NotCopied(path, "its methods move the real weights or learning rates")
+    if hasattr(value, "param_groups"):
+        own: dict[str, Any] = {"param_groups": [{**group, "params": refused} for group in value.param_groups]}
+    else:
+        own = {"step": NOTHING, "get_last_lr": getattr(value, "get_last_lr", NOTHING)}
+        if "optimizer" not in attributes and hasattr(value, "optimizer"):
+            own["optimizer"] = read_only(value.optimizer, path)
+    return View(value, calls=refused, **{**own, **attributes})
 
 
 def _copies_itself(cls: Any) -> bool:

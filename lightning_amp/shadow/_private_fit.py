@@ -39,7 +39,7 @@ from lightning_amp._compat._names import (
 from lightning_amp.shadow._failures import in_one_line
 from lightning_amp.shadow._module_copy import copy_module
 from lightning_amp.shadow._surroundings import accelerator_for
-from lightning_amp.shadow._views import View
+from lightning_amp.shadow._views import NOTHING, View
 from lightning_amp.tracing import RandomState
 
 _LEFT_OUT = {
@@ -169,7 +169,7 @@ def private_trainer(
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
-        logger=View(DummyLogger(), is_silent=True, save_dir=folder, log_dir=folder),
+        logger=View(DummyLogger(), calls=NOTHING, save_dir=folder, log_dir=folder),
     )
     try:
         return Trainer(**kwargs, callbacks=[*own, _LeaveOut(), *callbacks], plugins=[plugin] if plugin else None)

@@ -63,7 +63,7 @@ class Shadow:
     ) -> None:
         own = {"precision_plugin": replaying(trainer.precision_plugin), **(strategy_attributes or {})}
         strategy = View(trainer.strategy, **own)
-        loggers = [View(logger, is_silent=True) for logger in trainer.loggers]
+        loggers = [View(logger, calls=NOTHING) for logger in trainer.loggers]
         bar = SimpleNamespace(is_enabled=True, print=NOTHING)
         self.view: Any = View(
             trainer, strategy=strategy, loggers=loggers, progress_bar_callback=bar, save_checkpoint=NOTHING

@@ -18,7 +18,7 @@ from lightning_amp.measure import MatmulFlops
 from lightning_amp.numerics import dense
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._fsdp import replace
-from lightning_amp.shadow._module_copy import copy_batch
+from lightning_amp.shadow._module_copy import copy_batch, read_only
 from lightning_amp.shadow._ranks import together
 from lightning_amp.shadow._shadow import Shadow
 from lightning_amp.shadow._views import NOTHING, View, replaying
@@ -62,7 +62,7 @@ class TrainingPass:
         stand_ins: Any = {name: [self._stand_in(one) for one in getattr(strategy, name)] for name in names}
         schedules: list[Any] = [copy.copy(config) for config in trainer.lr_scheduler_configs]
         for config in schedules:
-            config.scheduler = View(config.scheduler, step=NOTHING)
+            config.scheduler = read_only(config.scheduler, "lr_schedulers()")
         # the module may hold them, too
         views = [*(one for each in stand_ins.values() for one in each), *(config.scheduler for config in schedules)]
         optimized = [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -90,7 +90,7 @@ class TrainingPass:
             for stand_in in self._stand_ins:
                 groups = [
                     {**group, "params": [twins[p] for p in group["params"] if p in twins]}
-                    for group in stand_in.param_groups
+                    for group in vars(stand_in)["view_target"].param_groups
                 ]
                 vars(stand_in).update(param_groups=groups)
             self._undo = undo.pop_all()
@@ -219,7 +219,7 @@ class TrainingPass:
                     self._unscaled[parameter] = gradient
 
     def _stand_in(self, optimizer: Any) -> Any:
-        stand_in = View(optimizer)
+        stand_in = read_only(optimizer, "optimizers()")
         vars(stand_in).update(
             step=partial(self._step, stand_in),
             zero_grad=partial(self._zero_grad, stand_in),

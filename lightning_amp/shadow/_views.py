@@ -18,21 +18,23 @@ class View:
 
     Args:
         target: The other object.
-        is_silent: Whether its methods, and the handle of its service, do nothing.
+        calls: Stands for all methods that `attributes` does not have: `NOTHING` in a logger, whose service does nothing
+            then either, or an object that raises. `None`: the methods themselves.
         attributes: Attributes to set on the view.
 
     """
 
-    def __init__(self, target: Any, *, is_silent: bool = False, **attributes: Any) -> None:
-        vars(self).update(attributes, view_target=target, view_is_silent=is_silent)
+    def __init__(self, target: Any, *, calls: Any = None, **attributes: Any) -> None:
+        vars(self).update(attributes, view_target=target, view_calls=calls)
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self)
-        if own["view_is_silent"] and name in ("experiment", "run"):
+        calls = own["view_calls"]
+        if calls is NOTHING and name in ("experiment", "run"):
             return NOTHING
         prop = getattr(type(own["view_target"]), name, None)
         value = prop.fget(self) if type(prop) is property and prop.fget else getattr(own["view_target"], name)
-        return NOTHING if own["view_is_silent"] and callable(value) else value
+        return calls if calls is not None and callable(value) else value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> View:
         return self

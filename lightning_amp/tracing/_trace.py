@@ -161,7 +161,7 @@ class Gradient:
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     is_inner: bool  # computed by `torch.autograd.grad` for a term of the loss: the scale does not multiply it
-    arrived_in: torch.dtype | None = None
+    arrived_in: torch.dtype | None  # the dtype of the gradient that arrived
 
     @property
     def bad(self) -> bool:

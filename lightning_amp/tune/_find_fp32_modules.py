@@ -98,7 +98,7 @@ def find_fp32_modules(
         rules = _escaped(found.names)
         distance, speed = (bench.distance(rules), bench.speed(rules)) if rules else (without, None)
     own = " in addition to your own rules" if own_rules else ""
-    seen = f"({len(bench.points)} training and {bench.num_validation} validation batches: one row may decide a metric)"
+    seen = f"({len(bench.points)} training and {bench.num_validation} validation batches: metrics are coarse)"
     message = f"Nothing{own} needs fp32: in {name!r} {without} {seen}."
     if rules:
         time = (

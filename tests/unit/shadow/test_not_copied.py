@@ -109,6 +109,29 @@ class StepsItsOwnOptimizer(StepsItsSchedule):
         return super(StepsItsSchedule, self).configure_optimizers()
 
 
+class EditsThroughItsSchedule(StepsItsSchedule):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.held.optimizer.param_groups[0]["lr"] *= 0.9
+        return super().training_step(batch, batch_idx)
+
+
+class CallsAnotherMethod(Toy):
+    """As SAM does, whose `first_step` moves the weights."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.trainer.optimizers[0].move()
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        class Moves(torch.optim.SGD):
+            @torch.no_grad()
+            def move(self) -> None:
+                for p in self.param_groups[0]["params"]:
+                    p.mul_(0.9)
+
+        return Moves(self.parameters(), 0.1)
+
+
 class AddsAGroup(Toy):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
@@ -120,9 +143,13 @@ class AddsAGroup(Toy):
         return torch.optim.SGD(self.net[0].parameters(), 0.1)
 
 
-@pytest.mark.filterwarnings("ignore:.*could not be run a second time .*StepsItsOwnOptimizer.held. cannot be copied")
-@pytest.mark.parametrize("make", [StepsItsSchedule, StepsItsOwnOptimizer, AddsAGroup])
-def test_a_second_run_steps_and_extends_no_optimizer_and_no_schedule(make: Any) -> None:
+@pytest.mark.filterwarnings("ignore:.*not be run a second time .*(held|optimizers..). cannot be copied .its methods")
+    "ignore:.*could not be run a second time .*(held|optimizers..). cannot be copied .its methods"
+)
+@pytest.mark.parametrize(
+    "make", [StepsItsSchedule, EditsThroughItsSchedule, StepsItsOwnOptimizer, CallsAnotherMethod, AddsAGroup]
+)
+def test_a_second_run_moves_nothing_through_optimizers_and_schedules(make: Any) -> None:
     callbacks: list[Any] = [[], [GradientMonitor(1)]]
     trainers = [fit(make, AmpPrecision("bf16"), callbacks=each) for each in callbacks]
     assert_same(*(trainer.lightning_module for trainer in trainers))
