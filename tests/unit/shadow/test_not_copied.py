@@ -144,8 +144,6 @@ class AddsAGroup(Toy):
 
 
 @pytest.mark.filterwarnings("ignore:.*not be run a second time .*(held|optimizers..). cannot be copied .its methods")
-    "ignore:.*could not be run a second time .*(held|optimizers..). cannot be copied .its methods"
-)
 @pytest.mark.parametrize(
     "make", [StepsItsSchedule, EditsThroughItsSchedule, StepsItsOwnOptimizer, CallsAnotherMethod, AddsAGroup]
 )
