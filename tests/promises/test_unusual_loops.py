@@ -390,6 +390,25 @@ def test_an_optimizer_that_comes_later(how: str, accumulated: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
 
 
+def test_gradients_of_parameters_that_join_an_optimizer_follow_the_scale_once() -> None:
+    def decays(net: Net, x: Tensor, index: int) -> None:
+        optimizer: Any = net.optimizers()
+        if index == 2:
+            optimizer.add_param_group({"params": [*net.b.parameters()]})
+        for p in net.parameters():
+            if p.grad is not None:  # gradients decay, and are never zeroed
+                p.grad.mul_(0.5)
+        net.manual_backward((net.a(x) + net.b(x)).float().square().mean())
+        optimizer.step()
+
+    nets = {precision: Net(decays, one_sgd) for precision in ("fp32", "fp16")}
+    for precision, net in nets.items():
+        scaler = DynamicLossScaler(64.0, growth_interval=2) if precision == "fp16" else None
+        fit(net, precision, 8, plugin=AmpPrecision(precision, scaler=scaler))
+    for one, other in zip(nets["fp32"].parameters(), nets["fp16"].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_threads_may_call_the_module(precision: str) -> None:
     """Autocast is on in one thread, and off in the other; both call each layer several times at once."""
