@@ -395,8 +395,9 @@ def test_gradients_of_parameters_that_join_an_optimizer_follow_the_scale_once() 
         optimizer: Any = net.optimizers()
         if index == 2:
             optimizer.add_param_group({"params": [*net.b.parameters()]})
+            net.zero_grad()
         for p in net.parameters():
-            if p.grad is not None:  # gradients decay, and are never zeroed
+            if p.grad is not None:  # gradients decay instead of being zeroed
                 p.grad.mul_(0.5)
         net.manual_backward((net.a(x) + net.b(x)).float().square().mean())
         optimizer.step()
