@@ -122,13 +122,14 @@ class GradientSampler:
         amp = self._run(outputs, scale, rules)
         sample = sample._replace(forward_is_finite=amp.loss is None or bool(torch.isfinite(amp.loss).all()))
         rows = {row_of[name] for name in fp32.gradients}
-        # a loss that casts its inputs to float32 gets a gradient in float32
-        in_half = {one.call.key for one in amp.trace.gradients if one.arrived_in in HALF_DTYPES and not one.is_inner}
+        # of each operation the first gradient that is not cast: a loss that casts its inputs gets it in float32
+        nodes = [one for one in amp.trace.gradients if one.arrived_in is one.dtype and not one.is_inner]
+        dtypes = {one.call.key: one.dtype for one in reversed(nodes)}
         for one in fp32.trace.read().gradients:
             # Gradients of operations count, because they may be larger than gradients of parameters. Infinite ones do
             # not: parameters show them, unless a mask such as ReLU's drops them.
             magnitude = torch.tensor(max(abs(one.arrived.low), abs(one.arrived.high)))
-            if one.call.key in in_half and not one.is_inner and magnitude.isfinite():
+            if dtypes.get(one.call.key) in HALF_DTYPES and not one.is_inner and magnitude.isfinite():
                 name = one.call.module or ""
                 self._add([name] if self._by == "module" and name in rows else [], magnitude)
         model, parameters = cast(nn.Module, self._trainer.strategy.model), _modules.plain_parameters(self._module)

@@ -108,7 +108,7 @@ def test_a_fix_works_only_if_the_loss_is_finite(caplog: pytest.LogCaptureFixture
     class SumsInHalf(Toy):
         def loss(self, batch: Tensor) -> Tensor:
             out = self.net(batch)
-            return out.float().square().mean() + 1e-6 * (out * out + 30).half().mul(5000).sum()
+            return out.float().square().mean() + 1e-6 * (out * out + 30).half().mul(5000).mean()
 
     text = words(caplog, SumsInHalf, AmpPrecision("fp16"))
     assert "the forward overflows, and in fp32 it does not" in text

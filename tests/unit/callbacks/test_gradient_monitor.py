@@ -191,7 +191,8 @@ def test_a_loss_that_computes_in_fp32_does_not_use_up_the_headroom() -> None:
 
     class Classifies(Toy):
         def loss(self, batch: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(self.net(batch), torch.zeros(len(batch), dtype=torch.long))
+            out = self.net(batch)
+            return nn.functional.cross_entropy(out, torch.zeros(len(out), dtype=torch.long, device=out.device))
 
     monitor, plugin = GradientMonitor(2), AmpPrecision("fp16", scaler=2.0**16)
     net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))

@@ -100,7 +100,7 @@ OPERATIONS = [
     operation("Dot", lambda x, w: torch.dot(x[0], w[0])),
     operation("Bag", lambda x, w: nn.functional.embedding_bag((x > 9).long(), w, per_sample_weights=x, mode="sum")),
     operation("Products", OFF(torch.inner)),
-    operation("Recurrent", lambda x, _: OFF(nn.GRU(8, 8, device=x.device))(x)[0]),  # torch raises a `ValueError`
+    operation("Recurrent", lambda x, _: OFF(nn.RNN(8, 8, device=x.device))(x)[0]),  # torch raises a `ValueError`
     # two dtypes, of which the error names none
     operation("Scatter", lambda x, _: zeros(x).scatter_add_(0, torch.zeros_like(x, dtype=torch.long), x)),
     operation("Inner", torch.inner),
