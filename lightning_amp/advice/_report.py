@@ -155,12 +155,12 @@ def _of_step(step: Step, machine: Machine) -> Iterator[str | Table]:
     if timed:
         rows = [(label, time, "" if label == AS_IT_IS else str(gain)) for label, time, gain in timed]
         yield Table(("the same step later, in turns, without its data", "time", "against as it is"), rows)
-    products, share = machine.speed(step.precision), product_share(step, machine)
-    if products is not None and products.claim == "faster" and share:
+    product, share = machine.product(step.precision), product_share(step, machine)
+    if product is not None and product.speed is not None and product.speed.claim == "faster" and share:
         yield (
             f"Products that run in {step.precision} are {percent(share)} of a step in fp32. If each was"
-            f" {times_as_fast(products.ratio)}, as large ones are on this device, they alone would make a step"
-            f" {times_as_fast(best_speed_up(step, machine))} (Amdahl)."
+            f" {times_as_fast(product.speed.ratio)}, as products of {product.size} rows and columns are on this device,"
+            f" they alone would make a step {times_as_fast(best_speed_up(step, machine))} (Amdahl)."
         )
     flops = step.recorded.flops
     if flops:
