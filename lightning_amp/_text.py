@@ -99,7 +99,7 @@ def percent(fraction: float) -> str:
     return f"{min(max(100 * fraction, 0.001), 99.9):.3g} %"
 
 
-def memory(num_bytes: int) -> str:
+def memory(num_bytes: float) -> str:
     """Write bytes in KiB, MiB or GiB: `12 KiB`, `1.5 GiB`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= size:

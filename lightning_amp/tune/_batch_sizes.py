@@ -12,7 +12,7 @@ from typing_extensions import final, override
 
 from lightning_amp._files import write_json
 from lightning_amp._plain_data import Table, null, plain
-from lightning_amp._text import listed, rounded
+from lightning_amp._text import listed, memory, rounded
 
 
 @final
@@ -64,7 +64,7 @@ class BatchSizes(dict[str, BatchSizeResult]):
             [
                 label,
                 f"{found.batch_size:,}" if found.error is None else "none",
-                f"{rounded(found.peak_gib)} GiB" if found.error is None else "",
+                memory(found.peak_gib * 2**30) if found.error is None else "",
                 rounded(found.samples_per_s) if math.isfinite(found.samples_per_s) else "",
                 "" if found.lr is None else f"{found.lr:g}",
             ]

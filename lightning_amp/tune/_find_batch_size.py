@@ -13,7 +13,7 @@ from typing_extensions import final
 
 from lightning_amp._arguments import is_number, require
 from lightning_amp._compat._names import LightningDataModule, LightningModule
-from lightning_amp._text import listed, rounded
+from lightning_amp._text import listed, memory
 from lightning_amp.compare import (
     HERE,
     Progress,
@@ -212,7 +212,7 @@ class Search:
         rows = tried if run.error is not None else self._rows(tried, facts)
         point = measurement(run, facts, rows)
         self.points.append(point)
-        held = f"{rounded(point.peak_gib)} GiB" if math.isfinite(point.peak_gib) else "out of memory"
+        held = memory(point.peak_gib * 2**30) if math.isfinite(point.peak_gib) else "out of memory"
         self._shown.finish(f"{self._arm.label}, batch size {rows:,}: {held}, {run.total_s:.0f} s")
         return facts.own_size
 
@@ -239,7 +239,7 @@ class Search:
 
     def _describe(self, best: Measurement) -> str:
         facts = self._facts[best.batch_size]
-        held = f"{rounded(best.peak_gib)} of {rounded(self._limit_gib)} GiB"
+        held = f"{memory(best.peak_gib * 2**30)} of {memory(self._limit_gib * 2**30)}"
         if facts.device == "cpu":
             is_process = facts.process_gib > 0 and best.peak_gib == facts.process_gib - NOT_OF_THE_BATCH_GIB
             held += f" ({'growth of the process' if is_process else 'size of all tensors'})"
@@ -259,12 +259,12 @@ class Search:
         return RunFailedError(f"Training in {self._arm.label} failed{at}: {why}.")
 
     def _too_low(self) -> str:
-        smallest = min(self.points)
-        peak = f"holds {rounded(smallest.peak_gib)} GiB" if math.isfinite(smallest.peak_gib) else "runs out of memory"
+        least = min(self.points)
+        peak = f"holds {memory(least.peak_gib * 2**30)}" if math.isfinite(least.peak_gib) else "runs out of memory"
         limit = "The memory of the device" if self._given_gib is None else "`memory_limit_gib`"
         return (
-            f"{limit} must hold the smallest batch; in {self._arm.label} a batch of {smallest.batch_size:,} {peak}, and"
-            f" the limit is {rounded(self._limit_gib)} GiB. Raise it, or make the module smaller."
+            f"{limit} must hold the smallest batch; in {self._arm.label} a batch of {least.batch_size:,} {peak}, and"
+            f" the limit is {memory(self._limit_gib * 2**30)}. Raise it, or make the module smaller."
         )
 
 

@@ -65,12 +65,12 @@ def test_two_sizes_and_the_one_that_they_lead_to(capsys: pytest.CaptureFixture[s
     assert [p.samples_per_s for p in result.measured] == [200.0, 400.0, 1600.0]
     assert result.lr == 0.8
     assert result.message == (
-        "A batch of 800 holds 1 of 1 GiB (size of all tensors): memory is the limit. Learning rate to try: 0.8"
+        "A batch of 800 holds 1 GiB of 1 GiB (size of all tensors): memory is the limit. Learning rate to try: 0.8"
         " (scaled from 0.1 at batch size 100, linear rule for SGD); a starting point only."
     )
     assert capsys.readouterr().err.splitlines() == [
-        "[1/3] fp32, batch size 100: 0.3 GiB, 0 s",
-        "[2/3] fp32, batch size 200: 0.4 GiB, 0 s",
+        "[1/3] fp32, batch size 100: 307 MiB, 0 s",
+        "[2/3] fp32, batch size 200: 410 MiB, 0 s",
         "[3/3] fp32, batch size 800: 1 GiB, 0 s",
     ]
 
@@ -78,7 +78,7 @@ def test_two_sizes_and_the_one_that_they_lead_to(capsys: pytest.CaptureFixture[s
 def test_the_rows_are_the_limit() -> None:
     result = search(MadeUp(linear, replace(FACTS, num_rows=50)))
     assert result.batch_size == 50
-    assert result.message.startswith("A batch of all 50 rows holds 0.25 of 1 GiB (size of all tensors): the data is")
+    assert result.message.startswith("A batch of all 50 rows holds 256 MiB of 1 GiB (size of all tensors): the data is")
 
 
 @pytest.mark.parametrize("rows", [0, None, 1000])
@@ -135,7 +135,7 @@ def test_memory_that_runs_out_on_a_device() -> None:
 
 
 def test_the_limit_is_the_smaller_one() -> None:
-    assert "of 0.8 GiB" in search(MadeUp(linear, replace(FACTS, device="cuda", device_gib=0.8))).message
+    assert "of 819 MiB" in search(MadeUp(linear, replace(FACTS, device="cuda", device_gib=0.8))).message
 
 
 def test_a_process_that_grows_more_than_its_tensors() -> None:
