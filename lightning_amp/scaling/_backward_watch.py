@@ -20,7 +20,7 @@ from lightning_amp.scaling._gradients import has_gradients, parameters
 THREAD = threading.local()
 """Its `in_step` is true while a step of any :class:`OptimizerSteps` runs outside of its closure in this thread."""
 
-_WATCHES: list[BackwardWatch] = []
+_WATCHES: set[BackwardWatch] = set()
 
 
 @final
@@ -59,7 +59,7 @@ class BackwardWatch:
         self._before: list[Any] = []  # their gradients when a scaled backward began
         self._elsewhere = -1  # the number of the latest scaled backward that reached no watched parameter
         self._on_steps = [register_optimizer_step_pre_hook(self), register_optimizer_step_post_hook(self)]
-        _WATCHES.append(self)
+        _WATCHES.add(self)
 
     def __enter__(self) -> None:
         """Begin the backward of a loss that carries the loss scale."""
@@ -81,8 +81,8 @@ class BackwardWatch:
             if p.requires_grad and p.is_leaf and id(p) not in self._handles and not is_lazy(p):
                 self._handles[id(p)] = p.register_post_accumulate_grad_hook(self._note)
 
-    def watch_first(self, optimizer: Optimizer) -> Any:
-        """Watch one parameter of an optimizer, instead of all, and return it."""
+    def watch_first(self, optimizer: Optimizer, *, is_scaled: bool = False) -> Any:
+        """Watch one parameter of an optimizer, instead of all, and return it; `is_scaled`: its gradients are."""
         mine = [p for p in parameters(optimizer) if p.requires_grad]
         if len(set(map(id, mine))) < len(mine):
             raise ValueError(
@@ -97,6 +97,8 @@ class BackwardWatch:
         if first is not None:
             self.watch([first])
             self._first[id(first)] = first
+            if is_scaled and first.grad is not None:
+                self._scaled[id(first)] = weakref.ref(first.grad)
         return first
 
     def _note(self, p: Any) -> None:
@@ -152,10 +154,9 @@ class BackwardWatch:
         self._by_hand = self.in_scaled_backward = False  # after an error inside a backward
         steps: Any = self._steps()
         steps.begin_backward()
-        scaler = steps.scaler
-        scaled = scaler.multiply(loss)
+        scaled = steps.scaler.multiply(loss)
         if scaled.requires_grad:
-            scaled.register_hook(partial(self._begin, loss.detach(), scaler.scale_tensor))
+            scaled.register_hook(partial(self._begin, loss.detach(), steps.scaler.scale_tensor))
         return scaled
 
     def _begin(self, loss: Tensor, scale: Tensor, gradient: Tensor) -> None:
@@ -209,5 +210,4 @@ class BackwardWatch:
         """Remove all hooks."""
         for handle in (*self._on_steps, *self._handles.values()):
             handle.remove()
-        if self in _WATCHES:
-            _WATCHES.remove(self)
+        _WATCHES.discard(self)

@@ -132,12 +132,12 @@ class OptimizerSteps:
             state = GradientState(optimizer, len(self.states))
             state.loss = self._rest_state.loss
             if self._watch is not None:
-                origin = self._watch.origin(optimizer)
-                if origin != "plain":
+                is_scaled = self._watch.origin(optimizer) != "plain"
+                if is_scaled:
                     self._require_one_scale(optimizer)
                     state.scale = self._rest_state.scale
                 # before its first step no gradient counts as assigned
-                state.watched, state.since = self._watch.watch_first(optimizer), -1
+                state.watched, state.since = self._watch.watch_first(optimizer, is_scaled=is_scaled), -1
             self._rest[:] = [p for p in self._rest if id(p) not in mine]
         self.states[id(optimizer)] = state
         return state
