@@ -196,8 +196,8 @@ class ScaleMonitor(Observer):
         if self.warn_below is not None and scale < self.warn_below and self._is_news("scale"):
             _messages.warn(
                 f"The loss scale fell to {exact(scale)}, below {exact(self.warn_below)} ({self.history.summary()})."
-                " `OverflowLocator` finds the module whose gradients are so large. 'bf16', which has the range of fp32,"
-                " needs no loss scale."
+                " `OverflowLocator` finds the operation, and says whether fp32 overflows too. If it does not, use"
+                " 'bf16', which has the range of fp32 and needs no loss scale."
             )
 
     def _save(self) -> None:

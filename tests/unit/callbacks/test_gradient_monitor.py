@@ -243,8 +243,9 @@ class OneOfTwo(Clips):
 
 @pytest.mark.parametrize("module", [Clips, ByValue, OneOfTwo])
 def test_clipping_of_scaled_gradients_is_named_with_its_cure(module: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO"), pytest.warns(UserWarning, match="times its length") as warned:
         fit(module, fp16(), callbacks=[GradientMonitor(2)])
+    assert sum(str(w.message).startswith("GradientMonitor") for w in warned) == 1
     (text,) = (m for m in caplog.messages if m.startswith("GradientMonitor"))
     assert "times its length" in text
     assert "or `training_step` clips scaled gradients" in text
