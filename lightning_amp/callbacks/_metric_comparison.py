@@ -297,6 +297,11 @@ class MetricComparison(Observer):
                 f" {', '.join(sorted(amp.keys() ^ fp32.keys()))}. A callback logs them, or the module does so depending"
                 " on a value."
             )
+        if compared.casts and self._is_news("casts"):
+            _messages.info(
+                "`MetricComparison`: your code casts to half precision. The fp32 side leaves these casts out, so that a"
+                " run in fp32 may give other values."
+            )
         self._check_names(trainer, module, sorted((amp.keys() | fp32.keys()) - _AXES))
         names = [name for name in amp if name in fp32 and name not in _AXES]
         rows = [ComparisonRow.of(epoch, 0, name, amp[name], fp32[name]) for name in names]

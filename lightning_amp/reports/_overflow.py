@@ -168,6 +168,8 @@ _VALUES = {"nan": "NaN", "inf": "infinity", "-inf": "minus infinity", "": "NaN o
 def _what(report: Overflow) -> str:
     """Name the cause in one sentence."""
     operation, precision = report.operation, report.record.precision or "fp32"
+    if operation is not None and operation.dtype == "float16":
+        precision = "fp16"  # in other precisions a cast by hand
     if report.cause == "batch":
         return f"the batch contains {report.entries[0][-1]}"
     if report.bad_rate is not None:
@@ -195,7 +197,7 @@ def _leaves_range(report: Overflow) -> bool:
     operation = report.operation
     if operation is None or report.in_fp32 != "finite":
         return False
-    is_too_large = report.record.precision == "fp16" and (operation.largest_in_fp32 or 0) > FP16_LARGEST
+    is_too_large = operation.dtype == "float16" and (operation.largest_in_fp32 or 0) > FP16_LARGEST
     return operation.kind in ("sum", "cast") or operation.in_backward or is_too_large
 
 

@@ -51,7 +51,7 @@ class EvaluationPass:
         metrics: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._stage: Stage = stage
-        self._precision = precision
+        self._precision, self.casts = precision, False  # whether the step asks for half precision by hand
         self._plugin: Any = trainer.precision_plugin
         self.device_type = trainer.strategy.root_device.type
         self._real_module = module
@@ -114,8 +114,9 @@ class EvaluationPass:
             try:
                 with self._context(is_hook=True):
                     call(f"on_{stage}_batch_start", *args)
-                with self._context(f"{stage}_step"), watch or nullcontext():
+                with self._context(f"{stage}_step") as context, watch or nullcontext():
                     outputs = call(f"{stage}_step", *args)
+                self.casts |= getattr(context, "casts", False)
                 with self._context(is_hook=True):
                     call(f"on_{stage}_batch_end", outputs, *args)
             finally:

@@ -50,6 +50,7 @@ class PairedEvaluation:
         modules: The compared outputs of modules, over all ranks.
         running: Whether the comparison runs on this rank; after :meth:`finish`, whether it ran on all ranks.
         failed_for_good: Whether it failed on any rank in a way that the next comparison would fail, too.
+        casts: Whether the step casts to half precision by hand, which the fp32 side leaves out.
 
     """
 
@@ -63,7 +64,7 @@ class PairedEvaluation:
         *,
         by_module: bool = False,
     ) -> None:
-        self.running, self.failed_for_good = True, False
+        self.running, self.failed_for_good, self.casts = True, False, False
         self.amp, self.fp32 = dict[str, float](), dict[str, float]()
         self.modules, self.kept = dict[str, ModuleSums](), list[KeptBatch]()
         self._trainer, self._module, self._on_failure = trainer, module, on_failure
@@ -127,7 +128,7 @@ class PairedEvaluation:
                 is_changed = self._versions != self._parameter_versions(self._fp32)
                 if self._trainer.strategy.reduce_boolean_decision(is_changed, all=False):  # as averaged weights do
                     self.kept.clear()
-                fp32 = self._fp32.finish(self._random_state)
+                fp32, self.casts = self._fp32.finish(self._random_state), self._fp32.casts
                 if self._amp is None:
                     amp = {**self._amp_metrics, **_lightning.evaluation_metrics(self._trainer)}
                 else:

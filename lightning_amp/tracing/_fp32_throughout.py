@@ -18,26 +18,27 @@ from lightning_amp.tracing._conditions import full_precision
 
 
 @contextmanager
-def fp32_throughout(device_type: str) -> Generator[None]:
+def fp32_throughout(device_type: str) -> Generator[WithoutHalves]:
     """Compute in :func:`full_precision`, and in float32 where the code requests half precision.
 
     A cast to half precision (`x.half()`, `x.to(weight.dtype)`, the user's own autocast region) leaves the values as
     they are. New half-precision tensors are made in float32. A half-precision tensor from elsewhere enters each
     operation as float32.
     """
-    with full_precision(device_type), _WithoutHalves():
-        yield
+    with full_precision(device_type), WithoutHalves() as mode:
+        yield mode
 
 
 @final
-class _WithoutHalves(_modules.DispatchMode):
-    """Replaces half precision by float32 in each operation, also in backwards.
+class WithoutHalves(_modules.DispatchMode):
+    """Replaces half precision by float32 in each operation, also in backwards; `casts` is true if code asked for it.
 
     It works below autograd, and therefore also for repeated forwards of activation checkpointing, TorchScript and
     autocast. An argument that an operation views or writes keeps its dtype: a write to a float32 copy would be lost.
     """
 
     supports_higher_order_operators = True
+    casts = False
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,6 +46,7 @@ class _WithoutHalves(_modules.DispatchMode):
         kept = _kept(func)
         if kept is None:
             return func(*args, **kwargs)
+        self.casts |= any(isinstance(a, torch.dtype) and a in HALF_DTYPES for a in (*args, *kwargs.values()))
         fp32_args = [a if i in kept else _in_fp32(a) for i, a in enumerate(args)]
         fp32_kwargs = {name: a if name in kept else _in_fp32(a) for name, a in kwargs.items()}
         # Our function modes have already seen torch's own operations. Custom operations may run Python code.

@@ -128,6 +128,19 @@ def test_an_overflow_behind_a_cast_is_explained() -> None:
     assert report.largest_gradient is not None
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_an_overflow_of_a_cast_by_hand_is_one_of_fp16(precision: str, caplog: pytest.LogCaptureFixture) -> None:
+    def features(module: Any, x: Tensor) -> Tensor:
+        return (torch.ones_like(x).half() * 60_000 * 2 ** int(module.training)).float()
+
+    locator = OverflowLocator()
+    fit(lambda: Frozen(features), AmpPrecision(precision), callbacks=[locator, MetricComparison()])
+    what, where, *_ = str(locator.reports[0]).splitlines()
+    assert what == "Step 0 skipped (batch 0): fp16 overflow in the forward"
+    assert where.startswith("  training_step: mul gave 120,000 from an input of 60,000, fp16 ends at 65,504 ")
+    assert "`MetricComparison`: your code casts to half precision. The fp32 side leaves these casts out" in caplog.text
+
+
 def test_fp32_modules_are_searched_behind_a_cast() -> None:
     def make() -> L.LightningModule:
         torch.manual_seed(0)
