@@ -196,7 +196,7 @@ def settled_scale(trainer: Trainer, now: float) -> float:
 def _scale_setting(trainer: Trainer, now: float, scale: float) -> str:
     lowest = settled_scale(trainer, now)
     if scale < 1:  # dividing the loss has the same effect, and keeps the loss scale away from its limits
-        return f"dividing the loss by {literal(lowest / scale)}"
+        return f"dividing the loss by {exact(lowest / scale)}"
     if lowest <= scale < now:
         return f"a loss scale of {exact(scale)}, to which it falls by itself"
     return f"`DynamicLossScaler(init_scale={literal(scale)})`"

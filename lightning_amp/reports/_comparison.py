@@ -203,6 +203,6 @@ def describe_difference(row: ComparisonRow, exceeding: str, found: LostPrecision
 def describe_both(row: ComparisonRow, names: Sequence[str]) -> str:
     """Describe a metric that is not finite in fp32 either."""
     text = f"`MetricComparison`: `{row.metric}` is {rounded(row.amp)} in AMP, and {rounded(row.fp32)} in fp32 too"
-    where = "weights and first batches are finite\n  fix: the code, such as a division by zero, or a later batch"
+    where = "weights and first batches are finite\n  fix: huge weights, a division by zero in code, or a later batch"
     where = f"values that are not finite: {named(names)}\n  fix: the data or the weights" if names else where
     return f"{text} (epoch {row.epoch})\n  {where}; no precision helps"
