@@ -217,9 +217,8 @@ class GradientMonitor(Observer):
             if key not in self._found and len(self._found) < _MAX_CAUSES:
                 self._found[key] = lost_in_training(trainer, sample, sampler, scale)
             found = self._found.get(key, "")
-        before = self.table.last
-        self._verdict = describe_gradient(sample, scale, found, before)
-        if before and GradientSample(before).too_short and sample.too_short and self._is_news("length"):
+        self._verdict = describe_gradient(sample, scale, found, self.table.last)
+        if self.table and GradientSample(self.table.last).too_short and sample.too_short and self._is_news("length"):
             _messages.warn(self._verdict)
 
     def _is_settled(self, trainer: Trainer) -> bool:
@@ -229,5 +228,7 @@ class GradientMonitor(Observer):
 
 
 def _scale(trainer: Trainer) -> float:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else 1.0
+    plugin = trainer.precision_plugin
+    scaler, last = getattr(plugin, "scaler", None), getattr(plugin, "last_step", None)
+    is_used = last is None or last.scale != 1  # not by a plain `loss.backward()` in manual optimization
+    return scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and is_used else 1.0

@@ -335,8 +335,7 @@ class MetricComparison(Observer):
         exceeding = next((text for _, text in ranks if text), "")
         if row is None:
             return
-        is_newly_broken = row.is_broken and self._is_news("broken")
-        searches = is_newly_broken or self._num_searches < _MAX_SEARCHES
+        searches = (row.is_broken and self._is_news("broken")) or self._num_searches < _MAX_SEARCHES
         if not (exceeding or searches):
             return
         self._num_searches += searches

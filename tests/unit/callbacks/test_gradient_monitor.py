@@ -226,6 +226,15 @@ class Unscaled(Clips):
     unscales = True
 
 
+class WithoutTheScale(Clips):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        self.clip(self.parameters(), 0.1)
+        optimizer.step()
+
+
 class OneOfTwo(Clips):
     """Clips the gradients of the first of two optimizers while they are scaled."""
 
@@ -252,10 +261,11 @@ def test_clipping_of_scaled_gradients_is_named_with_its_cure(module: Any, caplog
     assert "fix: `lightning_amp.precision.unscale_(self.trainer, optimizer)` before code that clips gradients" in text
 
 
+@pytest.mark.parametrize("module", [Unscaled, WithoutTheScale])
 @pytest.mark.parametrize("plugin", [fp16, lambda: AmpPrecision("bf16")])
-def test_clipping_of_true_gradients_is_not_noticed(plugin: Any) -> None:
+def test_clipping_of_true_gradients_is_not_noticed(plugin: Any, module: Any) -> None:
     monitor = GradientMonitor(2)
-    fit(Unscaled, plugin(), callbacks=[monitor])
+    fit(module, plugin(), callbacks=[monitor])
     assert all(row.sqnr_db > 40 and abs(row.norm_ratio - 1) < 0.02 for row in monitor.table)
 
 
