@@ -6,6 +6,7 @@ import inspect
 import platform
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -166,6 +167,14 @@ def _place(tensor: Tensor) -> Place:
 
 
 # Remove when a hook can find out in which backward it runs.
+def autocast_off(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
+
+
+_NOTHING = nullcontext()
+
+
 def backward_number() -> int:
     """Return the number of the backward that runs in this thread; -1 outside of any."""
     return torch._C._current_graph_task_id()

@@ -14,7 +14,7 @@ from lightning_amp.casting._float8 import (
 )
 from lightning_amp.casting._fp32_metrics import is_metric, metrics_in_fp32
 from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, modules_matching
-from lightning_amp.casting._fp32_region import EpochEnd, Fp32Outputs, autocast_off, fp32_region
+from lightning_amp.casting._fp32_region import EpochEnd, Fp32Outputs, fp32_region
 from lightning_amp.casting._method_override import MethodOverride, Overrides
 from lightning_amp.casting._precision_choice import (
     Canonical,
@@ -39,7 +39,6 @@ __all__ = [
     "Precision",
     "ReusedWeights",
     "Rule",
-    "autocast_off",
     "checked_recipe",
     "choose_fp8_layers",
     "cpu_has",

@@ -11,19 +11,13 @@ import torch
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
+from lightning_amp._compat._torch import autocast_off
 from lightning_amp._containers import to_fp32
 from lightning_amp.casting._method_override import MethodOverride
 from lightning_amp.numerics import HALF_DTYPES
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_NOTHING = contextlib.nullcontext()
-
-
-def autocast_off(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context without autocast."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
 
 
 @overload

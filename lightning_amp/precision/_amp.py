@@ -27,9 +27,9 @@ from lightning_amp import _messages
 from lightning_amp._arguments import require_bool
 from lightning_amp._compat import _names
 from lightning_amp._compat._names import GradClipAlgorithmType, LightningModule, MixedPrecision, Precision, TrainerFn
-from lightning_amp._compat._torch import unwrap_optimizer
+from lightning_amp._compat._torch import autocast_off, unwrap_optimizer
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp.casting import Choice, autocast_off
+from lightning_amp.casting import Choice
 from lightning_amp.precision import _clipping, _refusals, _upcast_parameters
 from lightning_amp.precision._first_line import first_line, precision_on, resumed
 from lightning_amp.precision._forward import autocast

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -96,6 +95,10 @@ class ScaledSteps(StepCounts):
         self.process_group = process_group
         self.begin(DynamicLossScaler.taking(scaler), unwrapped)
 
+    def __repr__(self) -> str:
+        """Return the scaler and the classes of the optimizers."""
+        return f"ScaledSteps({self.scaler!r}, [{', '.join(type(one).__name__ for one in self._optimizers)}])"
+
     def begin(
         self, scaler: DynamicLossScaler | None, optimizers: Iterable[Optimizer], describe_skips: Callable[[], str] = str
     ) -> None:
@@ -145,7 +148,7 @@ class ScaledSteps(StepCounts):
         steps = self.started()
         for buffers in self._buffers:
             buffers.note_backward()
-        with _autocast_off(loss.device):
+        with _torch.autocast_off(loss.device.type):
             scaled = steps.scale_loss(loss)
             with steps.scaled_backward():
                 scaled.backward(*args, **kwargs)
@@ -175,7 +178,7 @@ class ScaledSteps(StepCounts):
         if steps.has_stepped(optimizer):
             steps.end_round()
         plan = StepPlan(fold=True, in_closure=closure is not None)
-        with _autocast_off(next((p.device for p in parameters(optimizer)), torch.device("cpu"))):
+        with _torch.autocast_off(next((p.device.type for p in parameters(optimizer)), "cpu")):
             output, result = steps.step(optimizer, closure or (lambda: None), lambda: None, plan, **kwargs)
         self._latest = result
         for buffers in self._buffers:
@@ -253,7 +256,3 @@ class ScaledSteps(StepCounts):
         if self._steps is not None:
             self._steps.begin_anew()
         return sentences
-
-
-def _autocast_off(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()

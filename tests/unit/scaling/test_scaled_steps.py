@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -189,6 +190,11 @@ def test_beside_accelerate(optimizer: str) -> None:
 def test_wrong_arguments(arguments: Any, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         ScaledSteps(*arguments)
+
+
+def test_repr() -> None:
+    steps = ScaledSteps(1024.0, [plain_sgd([nn.Parameter(torch.ones(1))])])
+    assert re.fullmatch(r"ScaledSteps\(DynamicLossScaler\(init_scale=1024.0, .*\), \[SGD\]\)", repr(steps))
 
 
 @both_ways
