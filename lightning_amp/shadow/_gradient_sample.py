@@ -120,7 +120,8 @@ class GradientSampler:
         if not fp32.gradients:
             return sample
         amp = self._run(outputs, scale, rules)
-        sample = sample._replace(forward_is_finite=amp.loss is None or bool(torch.isfinite(amp.loss).all()))
+        is_finite = amp.loss is None or bool(torch.isfinite(amp.loss).all())
+        sample = sample._replace(forward_is_finite=is_finite, is_manual=not self._module.automatic_optimization)
         rows = {row_of[name] for name in fp32.gradients}
         # of each operation the first gradient that is not cast: a loss that casts its inputs gets it in float32
         nodes = [one for one in amp.trace.gradients if one.arrived_in is one.dtype and not one.is_inner]

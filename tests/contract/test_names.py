@@ -26,6 +26,8 @@ else:
     from lightning_amp import AmpPrecision, GradientMonitor, ScaleMonitor
 import torch
 
+torch.manual_seed(0)
+
 class Line(L.LightningModule):
     def __init__(self):
         super().__init__()

@@ -184,3 +184,14 @@ def test_a_step_that_has_one_length_too_few_is_described(caplog: pytest.LogCaptu
         text = words(caplog, Twice, AmpPrecision("fp16", scaler=DynamicLossScaler(64.0)))
     assert "the direction of fp32, but 0.0156 times its length" in text
     assert "`training_step` and the plugin both divide by the loss scale" in text
+
+
+def test_a_difference_that_rounds_is_no_clipping(caplog: pytest.LogCaptureFixture) -> None:
+    """The direction of the gradient is exact, and its length is a difference of two numbers, rounded to 0.25."""
+
+    class Energy(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            return ((1e-3 * self.net(batch) + 400.1).mean() - 399.95).float().square()
+
+    text = words(caplog, Energy, AmpPrecision("fp16"))
+    assert "the gradient keeps 0 of 11 bits of fp32" in text
