@@ -94,7 +94,7 @@ class GradientMonitor(Observer):
     although its inputs are close. It says whether that scale, or `fp32_modules=[module]`, helped in a trial. If the
     gradient has the direction of fp32 and another length, the line says so: `training_step` may clip gradients while
     they are multiplied with the loss scale (:func:`~lightning_amp.precision.unscale_`). If two samples in a row show
-    this, the monitor warns at once.
+    this, the monitor says so at once, and not at the end.
 
     Cost: a sample takes one more step forward and backward, one in fp32, and some passes over both gradients. On a CPU
     this is as much as four to eight training steps. It takes the memory of one more set of parameters and two of
@@ -217,9 +217,11 @@ class GradientMonitor(Observer):
             if key not in self._found and len(self._found) < _MAX_CAUSES:
                 self._found[key] = lost_in_training(trainer, sample, sampler, scale)
             found = self._found.get(key, "")
-        self._verdict = describe_gradient(sample, scale, found, self.table.last)
-        if self.table and GradientSample(self.table.last).too_short and sample.too_short and self._is_news("length"):
-            _messages.warn(self._verdict)
+        verdict = describe_gradient(sample, scale, found, self.table.last)
+        is_sure = bool(self.table and GradientSample(self.table.last).too_short and sample.too_short)
+        if is_sure and self._is_news("length"):  # the whole run is lost: do not wait for its end
+            _messages.info(verdict)
+        self._verdict = "" if is_sure else verdict
 
     def _is_settled(self, trainer: Trainer) -> bool:
         """Return whether a step was applied, or waiting takes too long. This waits for the device."""

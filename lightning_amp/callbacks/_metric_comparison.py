@@ -217,10 +217,8 @@ class MetricComparison(Observer):
             if self._num_validations % self.every_n_epochs and not is_first:
                 return
         stage = "test" if trainer.testing else "validation"
-        report = lambda failure: self._warn_of_failure(trainer, failure.reason, failure.text)  # noqa: E731
-        self._current = PairedEvaluation(
-            trainer, pl_module, stage, self.limit_batches, report, by_module=self.by_module
-        )  # fmt: skip
+        warn = lambda failure: self._warn_of_failure(trainer, failure.reason, failure.text)  # noqa: E731
+        self._current = PairedEvaluation(trainer, pl_module, stage, self.limit_batches, warn, by_module=self.by_module)
 
     on_test_start = on_validation_start
 
