@@ -17,6 +17,7 @@ from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp._text import exact, literal
 from lightning_amp.casting import Fp32Modules
 from lightning_amp.findings import (
+    WRONG_DB,
     ComparisonRow,
     GradientSample,
     LostPrecision,
@@ -39,6 +40,7 @@ from lightning_amp.shadow import (
 from lightning_amp.tracing import paired_random
 
 _ONE_BIT_DB = 6.02  # the least that the output of a module must lose
+_OUTSIDE = "`with fp32_region():` around code outside of modules, such as the loss"
 _GONE = 0.25  # a setting works if at most this share of the difference remains
 
 
@@ -171,7 +173,10 @@ def lost_in_training(
     if not _is_cured(again) and scale < total.scale:
         setting += f" and {_scale_setting(trainer, total.scale, scale)}"
         again = sampler.take(scale, rules=[found.module])
-    return str(found._replace(tried=(TriedRemedy(setting, _is_cured(again)),))) + _kept(again)
+    tried = TriedRemedy(setting, _is_cured(again))
+    what, how = str(found._replace(tried=(tried,))).split("\n")
+    explains = tried.works or found.output_sqnr_db < WRONG_DB
+    return f"{what}\n{how}{_kept(again)}" if explains else f"{what}\n  fix: {_OUTSIDE} (not tried)"
 
 
 def _is_cured(sample: GradientSample | None) -> bool:

@@ -318,7 +318,7 @@ class _Search:
         for rules in dict.fromkeys(tuple(around[:count]) for count in (1, 2) if around[count - 1 :]):
             trials.append((f"fp32_modules={json.dumps(rules)}", {"rules": rules}))
         loss = (
-            "the loss in fp32, with all code outside of submodules (autocast off, inputs in float32, no casts to half)",
+            "the loss in fp32, with all code outside of submodules (`fp32_region()`, float32 inputs, no casts to half)",
             {"loss_in_fp32": True},
         )
         return trials if call.module else [*trials, loss]

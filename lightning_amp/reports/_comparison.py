@@ -184,7 +184,8 @@ def describe_comparison(rows: Sequence[ComparisonRow], found: LostPrecision | No
         tried = found.tried if found is not None and found.metric == worst.metric else ()
         fix = describe_tried(tried) if tried else _NOT_TRIED
         return f"{text}NaN or infinite in mixed precision only: {listed(broken)}\n  {fix}"
-    differs = f" ({100 * abs(worst.relative_diff):.2g} %)" if abs(worst.relative_diff) < 1 else ""
+    share = 100 * abs(worst.relative_diff)
+    differs = f" ({share:.2g} %)" if share < 100 else f" ({share:,.0f} %)" if math.isfinite(share) else ""
     text += f"`{worst.metric}` differs most: AMP {worst.amp:.6g}, fp32 {worst.fp32:.6g}{differs}."
     return text if len(rows) == 1 else f"{text} `print(comparison.table)` shows {counted(len(rows), 'metric')}."
 
@@ -193,10 +194,9 @@ def describe_difference(row: ComparisonRow, exceeding: str, found: LostPrecision
     """Describe a metric that went wrong, or all metrics that exceed their tolerance, and the module to blame."""
     text = f"`{row.metric}` is {rounded(row.amp)} in AMP and {rounded(row.fp32)} in fp32 (epoch {row.epoch})"
     if exceeding:
-        costs = f"mixed precision costs more than the tolerance in epoch {row.epoch}: {exceeding}"
+        costs = f"mixed precision differs by more than the tolerance in epoch {row.epoch}: {exceeding}"
         text = f"{text}; {costs}" if row.is_broken and f"`{row.metric}`" not in exceeding else costs
-    unknown = f"the first batches of the evaluation do not show why\n  {_NOT_TRIED}; casts by hand stay as they are"
-    because = unknown if found is None else str(found)
+    because = found or f"the first batches of the evaluation do not show why\n  {_NOT_TRIED}"
     return f"`MetricComparison`: {text}" + (f"\n  {because}" if searched else "")
 
 

@@ -169,10 +169,7 @@ class PairedEvaluation:
             return math.inf if limit is None else limit
         num_batches = max(self._available) if loader_idx is None else self._available[loader_idx]
         if math.isinf(num_batches) and limit < 1.0:
-            raise ValueError(
-                f"`limit_batches` as a share of the batches needs loaders with a length, got {limit!r} and a loader"
-                " without. Give the number of batches"
-            )
+            raise ValueError(f"`limit_batches={limit!r}` needs loaders with a length: give a number of batches")
         return num_batches if limit == 1.0 else max(1, int(num_batches * limit))
 
     @contextmanager

@@ -198,7 +198,7 @@ def test_two_processes(manual: bool, tmp_path: Path) -> None:
         assert report["fp32_diffs"] == [0.0]
         assert report["num_metrics"] >= 14
         assert 0.0 < report["largest_relative_mse"] < 0.02
-        assert report["raised"].startswith("`MetricComparison`: mixed precision costs more than the tolerance")
+        assert report["raised"].startswith("`MetricComparison`: mixed precision differs by more than the tolerance")
         assert report["after_failure"] == 0
     # values reduced over the ranks must be the same on both
     reduced = [json.loads((tmp_path / f"rank{rank}.json").read_text())["reduced"] for rank in (0, 1)]
