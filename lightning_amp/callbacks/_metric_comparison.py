@@ -88,7 +88,7 @@ class MetricComparison(Observer):
     compared validation. If `validation_step` uses an attribute that cannot be copied (an open file, a generator), the
     callback names it and stops comparing. Forward hooks run in the shadow too, because they may change its results.
     Weights, buffers and batches in half precision are upcast for the fp32 side; there, casts to half precision in your
-    code (`x.bfloat16()`) leave float32.
+    code (`x.bfloat16()`) leave float32. A note names the first one: a run with `precision="32-true"` keeps them.
 
     Cost: a compared validation takes the fp32 pass and one copy of parameters, buffers, metric states and other
     attributes. It holds these, copies of the first 8 batches of each loader (up to 256 MiB), and the activations of one
@@ -217,10 +217,8 @@ class MetricComparison(Observer):
             if self._num_validations % self.every_n_epochs and not is_first:
                 return
         stage = "test" if trainer.testing else "validation"
-        report = lambda failure: self._warn_of_failure(trainer, failure.reason, failure.text)  # noqa: E731
-        self._current = PairedEvaluation(
-            trainer, pl_module, stage, self.limit_batches, report, by_module=self.by_module
-        )  # fmt: skip
+        warn = lambda failure: self._warn_of_failure(trainer, failure.reason, failure.text)  # noqa: E731
+        self._current = PairedEvaluation(trainer, pl_module, stage, self.limit_batches, warn, by_module=self.by_module)
 
     on_test_start = on_validation_start
 
@@ -270,7 +268,7 @@ class MetricComparison(Observer):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.table:
-            _messages.info(describe_comparison(self.table.worst_first(), self.report))
+            _messages.info(describe_comparison(self.table.worst_first(), self.report) + self._note)
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -282,12 +280,13 @@ class MetricComparison(Observer):
 
     def _begin_run(self) -> None:
         self._runs = self._is_first = True
-        self._resumed = False
+        self._resumed, self._note = False, ""
         self._current: PairedEvaluation | None = None
         self._said.clear()
 
     def _compare(self, trainer: Trainer, module: LightningModule, compared: PairedEvaluation) -> None:
         amp, fp32, epoch = compared.amp, compared.fp32, trainer.current_epoch
+        self._note = "".join(f"\n  note: {one}" for one in compared.notes)
         if self.by_module:
             sums = compared.modules.items()
             self.module_table.add(ModuleRow.of(epoch, trainer.global_step, name, one) for name, one in sums)
@@ -309,7 +308,7 @@ class MetricComparison(Observer):
             self.table.add(row._replace(step=step) for row in rows)
         self._judge(trainer, module, compared, is_new=bool(rows))
         if rows and trainer.state.fn != "fit":
-            _messages.info(describe_comparison(self.table.worst_first(), self.report))
+            _messages.info(describe_comparison(self.table.worst_first(), self.report) + self._note)
 
     def _check_names(self, trainer: Trainer, module: LightningModule, logged: list[str]) -> None:
         """Raise for names in `tolerance` that the first comparison does not log. All ranks must call this."""
@@ -337,7 +336,8 @@ class MetricComparison(Observer):
         self._num_searches += searches
         report = None
         if not exceeding and not math.isfinite(row.fp32):
-            text = describe_both(row, nonfinite_names(trainer, module, [one.batch for one in compared.kept]))
+            names = nonfinite_names(trainer, module, [one.batch for one in compared.kept])
+            text = describe_both(row, names, len(compared.kept), compared.num_batches)
         else:
             report = lost_in_evaluation(trainer, module, compared, row) if searches else None
             is_certain = report is not None and report.output_sqnr_db < WRONG_DB and any(t.works for t in report.tried)
@@ -346,8 +346,8 @@ class MetricComparison(Observer):
             text = describe_difference(row, exceeding, report, searches)
         self.report, self._num_searches = report or self.report, _MAX_SEARCHES
         if exceeding and self.on_exceed == "raise":
-            raise RuntimeError(text)
-        _messages.warn(text)
+            raise RuntimeError(text + self._note)
+        _messages.warn(text + self._note)
 
 
 def _as_metrics(trainer: Trainer, rows: Sequence[ComparisonRow]) -> dict[str, torch.Tensor]:

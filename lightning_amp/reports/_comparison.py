@@ -195,13 +195,17 @@ def describe_difference(row: ComparisonRow, exceeding: str, found: LostPrecision
     if exceeding:
         costs = f"mixed precision costs more than the tolerance in epoch {row.epoch}: {exceeding}"
         text = f"{text}; {costs}" if row.is_broken and f"`{row.metric}`" not in exceeding else costs
-    unknown = f"the first batches of the evaluation do not show why\n  {_NOT_TRIED}; casts by hand stay as they are"
-    because = unknown if found is None else str(found)
+    because = found or f"the first batches of the evaluation do not show why\n  {_NOT_TRIED}"
     return f"`MetricComparison`: {text}" + (f"\n  {because}" if searched else "")
 
 
-def describe_both(row: ComparisonRow, names: Sequence[str]) -> str:
-    """Describe a metric that is not finite in fp32 either."""
+def describe_both(row: ComparisonRow, names: Sequence[str], num_checked: int, num_batches: int) -> str:
+    """Describe a metric that is not finite in fp32 either; `num_checked` of its batches were searched for `names`."""
     text = f"`MetricComparison`: `{row.metric}` is {rounded(row.amp)} in AMP, and {rounded(row.fp32)} in fp32 too"
-    where = f"values that are not finite: {named(names)}" if names else "look at the data and the metric itself"
-    return f"{text} (epoch {row.epoch})\n  {where}\n  fix: the data or the weights; no precision helps"
+    if names:
+        where, fix = f"values that are not finite: {named(names)}", "these values"
+    else:
+        where = f"parameters, buffers and {num_checked} of {num_batches:,} batches were checked, and are finite"
+        other = ", or a batch that was not checked" if num_checked < num_batches else ""
+        fix = f"the module's own computation{other}; `OverflowLocator` names the operation if training runs it"
+    return f"{text} (epoch {row.epoch})\n  {where}\n  fix: {fix}; no precision helps"

@@ -15,17 +15,25 @@ from lightning_amp._compat import _modules
 from lightning_amp._containers import to_fp32
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.tracing._conditions import full_precision
+from lightning_amp.tracing._places import user_place
+
+_NOTE = 'fp32 here leaves out casts to half precision ({}); `Trainer(precision="32-true")` keeps them, and may differ'
 
 
 @contextmanager
-def fp32_throughout(device_type: str) -> Generator[None]:
+def fp32_throughout(device_type: str, boundary: str = "", notes: list[str] | None = None) -> Generator[None]:
     """Compute in :func:`full_precision`, and in float32 where the code requests half precision.
 
     A cast to half precision (`x.half()`, `x.to(weight.dtype)`, the user's own autocast region) leaves the values as
     they are. New half-precision tensors are made in float32. A half-precision tensor from elsewhere enters each
     operation as float32.
+
+    Args:
+        device_type: Where the code computes.
+        boundary: File of the code that runs the step; callers of that file are not reported as places.
+        notes: Gets one sentence if a cast to half precision is left out, which names the first one.
     """
-    with full_precision(device_type), _WithoutHalves():
+    with full_precision(device_type), _WithoutHalves(boundary, [] if notes is None else notes):
         yield
 
 
@@ -39,12 +47,19 @@ class _WithoutHalves(_modules.DispatchMode):
 
     supports_higher_order_operators = True
 
+    def __init__(self, boundary: str, notes: list[str]) -> None:
+        super().__init__()
+        self._boundary, self._notes = boundary, notes
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kept = _kept(func)
         if kept is None:
             return func(*args, **kwargs)
+        dtypes = () if self._notes else (one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype))
+        if any(one in HALF_DTYPES for one in dtypes) and (place := user_place(self._boundary)) is not None:
+            self._notes.append(_NOTE.format(place.short))
         fp32_args = [a if i in kept else _in_fp32(a) for i, a in enumerate(args)]
         fp32_kwargs = {name: a if name in kept else _in_fp32(a) for name, a in kwargs.items()}
         # Our function modes have already seen torch's own operations. Custom operations may run Python code.
@@ -99,11 +114,9 @@ def _is_drawn(func: Any) -> bool:
 
 
 def _in_fp32(argument: Any) -> Any:
-    if isinstance(argument, Tensor):
-        return argument.to(torch.float32) if argument.dtype in HALF_DTYPES else argument
     if isinstance(argument, torch.dtype):
         return torch.float32 if argument in HALF_DTYPES else argument
-    return to_fp32(argument, HALF_DTYPES) if isinstance(argument, (list, tuple)) else argument
+    return to_fp32(argument, HALF_DTYPES) if isinstance(argument, (Tensor, list, tuple)) else argument
 
 
 @functools.cache
