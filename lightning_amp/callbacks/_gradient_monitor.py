@@ -185,8 +185,7 @@ class GradientMonitor(Observer):
     def _sample(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Use the next multiple, so that a resumed run samples the same steps.
         self._next_step = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
-        report = partial(self._report_failure, trainer)
-        sampler = GradientSampler(trainer, module, batch, batch_idx, self.by, report)
+        sampler = GradientSampler(trainer, module, batch, batch_idx, self.by, partial(self._report_failure, trainer))
         sample = sampler.take(_scale(trainer))
         if sample is None:
             return

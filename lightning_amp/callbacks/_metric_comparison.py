@@ -88,7 +88,7 @@ class MetricComparison(Observer):
     compared validation. If `validation_step` uses an attribute that cannot be copied (an open file, a generator), the
     callback names it and stops comparing. Forward hooks run in the shadow too, because they may change its results.
     Weights, buffers and batches in half precision are upcast for the fp32 side; there, casts to half precision in your
-    code (`x.bfloat16()`) leave float32.
+    code (`x.bfloat16()`) leave float32. A note names the first one: a run with `precision="32-true"` keeps them.
 
     Cost: a compared validation takes the fp32 pass and one copy of parameters, buffers, metric states and other
     attributes. It holds these, copies of the first 8 batches of each loader (up to 256 MiB), and the activations of one
@@ -268,7 +268,7 @@ class MetricComparison(Observer):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.table:
-            _messages.info(describe_comparison(self.table.worst_first(), self.report))
+            _messages.info(describe_comparison(self.table.worst_first(), self.report) + self._note)
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -280,12 +280,13 @@ class MetricComparison(Observer):
 
     def _begin_run(self) -> None:
         self._runs = self._is_first = True
-        self._resumed = False
+        self._resumed, self._note = False, ""
         self._current: PairedEvaluation | None = None
         self._said.clear()
 
     def _compare(self, trainer: Trainer, module: LightningModule, compared: PairedEvaluation) -> None:
         amp, fp32, epoch = compared.amp, compared.fp32, trainer.current_epoch
+        self._note = "".join(f"\n  note: {one}" for one in compared.notes)
         if self.by_module:
             sums = compared.modules.items()
             self.module_table.add(ModuleRow.of(epoch, trainer.global_step, name, one) for name, one in sums)
@@ -294,11 +295,6 @@ class MetricComparison(Observer):
                 "`MetricComparison`: logged on one side only and not compared:"
                 f" {', '.join(sorted(amp.keys() ^ fp32.keys()))}. A callback logs them, or the module does so depending"
                 " on a value."
-            )
-        if compared.casts and self._is_news("casts"):
-            _messages.info(
-                "`MetricComparison`: your code casts to half precision. The fp32 side leaves these casts out, so that a"
-                " run in fp32 may give other values."
             )
         self._check_names(trainer, module, sorted((amp.keys() | fp32.keys()) - _AXES))
         names = [name for name in amp if name in fp32 and name not in _AXES]
@@ -312,7 +308,7 @@ class MetricComparison(Observer):
             self.table.add(row._replace(step=step) for row in rows)
         self._judge(trainer, module, compared, is_new=bool(rows))
         if rows and trainer.state.fn != "fit":
-            _messages.info(describe_comparison(self.table.worst_first(), self.report))
+            _messages.info(describe_comparison(self.table.worst_first(), self.report) + self._note)
 
     def _check_names(self, trainer: Trainer, module: LightningModule, logged: list[str]) -> None:
         """Raise for names in `tolerance` that the first comparison does not log. All ranks must call this."""
@@ -339,7 +335,8 @@ class MetricComparison(Observer):
         self._num_searches += searches
         report = None
         if not exceeding and not math.isfinite(row.fp32):
-            text = describe_both(row, nonfinite_names(trainer, module, [one.batch for one in compared.kept]))
+            names = nonfinite_names(trainer, module, [one.batch for one in compared.kept])
+            text = describe_both(row, names, len(compared.kept), compared.num_batches)
         else:
             report = lost_in_evaluation(trainer, module, compared, row) if searches else None
             is_certain = report is not None and report.output_sqnr_db < WRONG_DB and any(t.works for t in report.tried)
@@ -348,8 +345,8 @@ class MetricComparison(Observer):
             text = describe_difference(row, exceeding, report, searches)
         self.report, self._num_searches = report or self.report, _MAX_SEARCHES
         if exceeding and self.on_exceed == "raise":
-            raise RuntimeError(text)
-        _messages.warn(text)
+            raise RuntimeError(text + self._note)
+        _messages.warn(text + self._note)
 
 
 def _as_metrics(trainer: Trainer, rows: Sequence[ComparisonRow]) -> dict[str, torch.Tensor]:

@@ -178,7 +178,6 @@ def log_evaluation_metrics(trainer: Any, metrics: dict[str, Tensor], step: float
     is not `global_step`. Remove when that counter and the call that adds the epoch are public.
     """
     number = _logging_step(trainer) if step is None else int(step)
-    connector = trainer._logger_connector
     # `log_metrics` adds the epoch only if there is no `step`.
-    connector.log_metrics(metrics if step is None else {**metrics, "step": torch.tensor(float(number))})
+    trainer._logger_connector.log_metrics(metrics if step is None else {**metrics, "step": torch.tensor(float(number))})
     return number

@@ -40,7 +40,6 @@ from lightning_amp.shadow import (
 from lightning_amp.tracing import paired_random
 
 _ONE_BIT_DB = 6.02  # the least that the output of a module must lose
-_OUTSIDE = "`with fp32_region():` around code outside of modules, such as the loss"
 _GONE = 0.25  # a setting works if at most this share of the difference remains
 
 
@@ -176,7 +175,8 @@ def lost_in_training(
     tried = TriedRemedy(setting, _is_cured(again))
     what, how = str(found._replace(tried=(tried,))).split("\n")
     explains = tried.works or found.output_sqnr_db < WRONG_DB
-    return f"{what}\n{how}{_kept(again)}" if explains else f"{what}\n  fix: {_OUTSIDE} (not tried)"
+    how = f"{how}{_kept(again)}" if explains else "  fix: `fp32_region()` around code outside of modules (not tried)"
+    return f"{what}\n{how}"
 
 
 def _is_cured(sample: GradientSample | None) -> bool:

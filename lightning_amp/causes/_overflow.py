@@ -273,18 +273,14 @@ class _Search:
         """Run the step in fp32 if a rank wants it, and complete a wanted report."""
         if any(gather(self._trainer, is_wanted)):
             with together(self._trainer, agree=True):
-                fp32_run = self._run_in_fp32(step)
+                fp32_run, note = self._run_in_fp32(step)
                 if is_wanted:
-                    return self._completed(report, run, fp32_run, step)
+                    report = replace(report, note="; ".join(filter(None, (report.note, note))))
+                    return (report, [], run) if fp32_run is None else self._completed(report, run, fp32_run, step)
         return report, [], run
 
-    def _completed(self, report: Overflow, run: _Run, fp32_run: _Run | Failure, step: KeptBatch) -> Found:
+    def _completed(self, report: Overflow, run: _Run, fp32_run: _Run, step: KeptBatch) -> Found:
         """Complete a report by the run in fp32, and choose the remedies to try."""
-        if isinstance(fp32_run, Failure):
-            # in fp32, `x.float()` is `x` itself, so that an edit in place may be an error there
-            is_edit = "modified by an inplace operation" in fp32_run.reason
-            note = "" if is_edit else f"it could not be run in fp32 ({fp32_run.reason})"
-            return replace(report, note="; ".join(filter(None, (report.note, note)))), [], run
         if fp32_run.is_bad:
             report = replace(report, in_fp32="not finite", entries=())
             return self._named(report, first_bad(fp32_run.trace), fp32_run, step), [], fp32_run
@@ -293,17 +289,20 @@ class _Search:
         report = self._named(report, found, run, step, fp32_run)
         return report, self._trials(found.call if isinstance(found, Gradient) else found, run), fp32_run
 
-    def _run_in_fp32(self, step: KeptBatch) -> _Run | Failure:
-        """Run the step in fp32, also where the user's code casts to half precision. Never raises."""
+    def _run_in_fp32(self, step: KeptBatch) -> tuple[_Run | None, str]:
+        """Run the step in fp32, also where the user's code casts to half precision; return a note too. Never raises."""
         try:
             is_half = any(parameter.dtype in HALF_DTYPES for parameter in self._module.parameters())
             with ExitStack() as stack:
                 replay = self._replay
                 if replay.gathers_in_half or is_half:
                     replay = stack.enter_context(closing(TrainingPass(self._trainer, self._module, upcast=True)))
-                return self._traced(replay, Trace(replay.module, BOUNDARY), step, context=None)
+                run = self._traced(replay, Trace(replay.module, BOUNDARY), step, context=None)
+                return run, "".join(replay.notes)
         except Exception as error:
-            return Failure.of(error, "the training step", "the replay in fp32")
+            reason = Failure.of(error, "the training step", "the replay in fp32").reason
+            # in fp32, `x.float()` is `x` itself, so that an edit in place may be an error there
+            return None, "" if "modified by an inplace" in reason else f"it could not be run in fp32 ({reason})"
 
     # -- remedies ------------------------------------------------------------------------------------------------------
 

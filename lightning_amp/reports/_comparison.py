@@ -200,9 +200,11 @@ def describe_difference(row: ComparisonRow, exceeding: str, found: LostPrecision
     return f"`MetricComparison`: {text}" + (f"\n  {because}" if searched else "")
 
 
-def describe_both(row: ComparisonRow, names: Sequence[str]) -> str:
-    """Describe a metric that is not finite in fp32 either."""
+def describe_both(row: ComparisonRow, names: Sequence[str], num_checked: int, num_batches: int) -> str:
+    """Describe a metric that is not finite in fp32 either; `num_checked` of its batches were searched for `names`."""
     text = f"`MetricComparison`: `{row.metric}` is {rounded(row.amp)} in AMP, and {rounded(row.fp32)} in fp32 too"
-    where = "weights and first batches are finite\n  fix: huge weights, a division by zero in code, or a later batch"
-    where = f"values that are not finite: {named(names)}\n  fix: the data or the weights" if names else where
-    return f"{text} (epoch {row.epoch})\n  {where}; no precision helps"
+    where, fix = f"values that are not finite: {named(names)}", "these values"
+    if not names:
+        where = f"parameters, buffers and {num_checked} of {num_batches:,} batches were checked, and are finite"
+        fix = "huge weights, or the module's own computation; `OverflowLocator` names it if training runs it"
+    return f"{text} (epoch {row.epoch})\n  {where}\n  fix: {fix}; no precision helps"

@@ -40,6 +40,9 @@ class EvaluationPass:
         precision: `"amp"`: the contexts of the real evaluation. `"fp32"`: true fp32; half-precision weights, buffers
             and batches are upcast. `"eval fp32"`: the context of `eval_precision="fp32"`.
         metrics: Metrics of the loaders that the module has finished.
+
+    Attributes:
+        notes: A sentence if the pass in fp32 leaves out casts to half precision.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class EvaluationPass:
         metrics: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._stage: Stage = stage
-        self._precision, self.casts = precision, False  # whether the step asks for half precision by hand
+        self._precision, self.notes = precision, list[str]()
         self._plugin: Any = trainer.precision_plugin
         self.device_type = trainer.strategy.root_device.type
         self._real_module = module
@@ -63,7 +66,7 @@ class EvaluationPass:
     def _context(self, step: str | None = None, *, is_hook: bool = False) -> AbstractContextManager[Any]:
         """Return the context of the step, of a hook of a batch, or else of the hook at the end of the epoch."""
         if self._precision == "fp32":
-            return fp32_throughout(self.device_type)
+            return fp32_throughout(self.device_type, __file__, self.notes)
         if self._precision == "eval fp32":
             return full_precision(self.device_type)
         if isinstance(self._plugin, AmpPrecision) and not is_hook:  # this context also handles metrics and outputs
@@ -114,9 +117,8 @@ class EvaluationPass:
             try:
                 with self._context(is_hook=True):
                     call(f"on_{stage}_batch_start", *args)
-                with self._context(f"{stage}_step") as context, watch or nullcontext():
+                with self._context(f"{stage}_step"), watch or nullcontext():
                     outputs = call(f"{stage}_step", *args)
-                self.casts |= getattr(context, "casts", False)
                 with self._context(is_hook=True):
                     call(f"on_{stage}_batch_end", outputs, *args)
             finally:

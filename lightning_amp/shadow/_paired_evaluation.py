@@ -44,13 +44,14 @@ class PairedEvaluation:
 
     Attributes:
         stage: The stage.
+        num_batches: The number of batches compared so far.
+        notes: After :meth:`finish`, a sentence if the fp32 side left out casts to half precision.
         kept: Copies of the first batches of each loader; none if they cannot run again with the same weights.
         amp: After :meth:`finish`, the metrics by name.
         fp32: The same in fp32.
         modules: The compared outputs of modules, over all ranks.
         running: Whether the comparison runs on this rank; after :meth:`finish`, whether it ran on all ranks.
         failed_for_good: Whether it failed on any rank in a way that the next comparison would fail, too.
-        casts: Whether the step casts to half precision by hand, which the fp32 side leaves out.
 
     """
 
@@ -64,9 +65,9 @@ class PairedEvaluation:
         *,
         by_module: bool = False,
     ) -> None:
-        self.running, self.failed_for_good, self.casts = True, False, False
+        self.running, self.failed_for_good, self.num_batches = True, False, 0
         self.amp, self.fp32 = dict[str, float](), dict[str, float]()
-        self.modules, self.kept = dict[str, ModuleSums](), list[KeptBatch]()
+        self.modules, self.kept, self.notes = dict[str, ModuleSums](), list[KeptBatch](), list[str]()
         self._trainer, self._module, self._on_failure = trainer, module, on_failure
         self.stage: Stage = stage
         self._limit_batches = limit_batches
@@ -97,6 +98,7 @@ class PairedEvaluation:
                 # The next loader's first `self.log` resets a value that was logged with `add_dataloader_idx=False`.
                 self._amp_metrics.update(_lightning.evaluation_metrics(self._trainer))
             self._loader_idx = loader_idx
+            self.num_batches += 1
             if batch_idx < _MOST_BATCHES:
                 device_type = self._fp32.device_type
                 kept = KeptBatch.keep(batch, batch_idx, device_type, copy=True, loader_idx=loader_idx)
@@ -128,7 +130,7 @@ class PairedEvaluation:
                 is_changed = self._versions != self._parameter_versions(self._fp32)
                 if self._trainer.strategy.reduce_boolean_decision(is_changed, all=False):  # as averaged weights do
                     self.kept.clear()
-                fp32, self.casts = self._fp32.finish(self._random_state), self._fp32.casts
+                fp32, self.notes = self._fp32.finish(self._random_state), self._fp32.notes
                 if self._amp is None:
                     amp = {**self._amp_metrics, **_lightning.evaluation_metrics(self._trainer)}
                 else:
@@ -169,7 +171,7 @@ class PairedEvaluation:
             return math.inf if limit is None else limit
         num_batches = max(self._available) if loader_idx is None else self._available[loader_idx]
         if math.isinf(num_batches) and limit < 1.0:
-            raise ValueError(f"`limit_batches={limit!r}` needs loaders with a length: give a number of batches")
+            raise ValueError(f"`limit_batches` needs loaders with a length, got {limit!r}. Give the number of batches")
         return num_batches if limit == 1.0 else max(1, int(num_batches * limit))
 
     @contextmanager

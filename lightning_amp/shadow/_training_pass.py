@@ -41,6 +41,9 @@ class TrainingPass:
         module: The real module. Neither is changed.
         upcast: Convert half-precision parameters and buffers to float32, for a run in fp32.
 
+    Attributes:
+        notes: A sentence if a run in fp32 left out casts to half precision.
+
     Cost: building it copies the parameters, buffers and attributes. Running it is one forward and one backward.
     """
 
@@ -48,7 +51,7 @@ class TrainingPass:
         self._trainer = trainer
         self._device_type = trainer.strategy.root_device.type
         self._automatic = module.automatic_optimization
-        self._factor = 1.0
+        self._factor, self.notes = 1.0, list[str]()
         self._losses: list[Tensor] = []
         self._stepped: dict[nn.Parameter, Tensor] = {}  # true gradients
         self._unscaled: dict[nn.Parameter, Tensor] = {}  # gradients that are true, as long as they are the parameter's
@@ -135,7 +138,7 @@ class TrainingPass:
             paired_random(self._device_type, random_state),
             torch.enable_grad(),
             _frozen(self._real),
-            fp32_throughout(self._device_type) if context is None else fp8,
+            fp32_throughout(self._device_type, __file__, self.notes) if context is None else fp8,
             Fp32Draws() if fp32_draws else nullcontext(),
             trace or nullcontext(),
         ):

@@ -15,30 +15,41 @@ from lightning_amp._compat import _modules
 from lightning_amp._containers import to_fp32
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.tracing._conditions import full_precision
+from lightning_amp.tracing._places import user_place
+
+_NOTE = 'fp32 here leaves out casts to half precision ({}); `Trainer(precision="32-true")` keeps them, and may differ'
 
 
 @contextmanager
-def fp32_throughout(device_type: str) -> Generator[WithoutHalves]:
+def fp32_throughout(device_type: str, boundary: str = "", notes: list[str] | None = None) -> Generator[None]:
     """Compute in :func:`full_precision`, and in float32 where the code requests half precision.
 
     A cast to half precision (`x.half()`, `x.to(weight.dtype)`, the user's own autocast region) leaves the values as
     they are. New half-precision tensors are made in float32. A half-precision tensor from elsewhere enters each
     operation as float32.
+
+    Args:
+        device_type: Where the code computes.
+        boundary: File of the code that runs the step; callers of that file are not reported as places.
+        notes: Gets one sentence if a cast to half precision is left out, which names the first one.
     """
-    with full_precision(device_type), WithoutHalves() as mode:
-        yield mode
+    with full_precision(device_type), _WithoutHalves(boundary, [] if notes is None else notes):
+        yield
 
 
 @final
-class WithoutHalves(_modules.DispatchMode):
-    """Replaces half precision by float32 in each operation, also in backwards; `casts` is true if code asked for it.
+class _WithoutHalves(_modules.DispatchMode):
+    """Replaces half precision by float32 in each operation, also in backwards.
 
     It works below autograd, and therefore also for repeated forwards of activation checkpointing, TorchScript and
     autocast. An argument that an operation views or writes keeps its dtype: a write to a float32 copy would be lost.
     """
 
     supports_higher_order_operators = True
-    casts = False
+
+    def __init__(self, boundary: str, notes: list[str]) -> None:
+        super().__init__()
+        self._boundary, self._notes = boundary, notes
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,7 +57,9 @@ class WithoutHalves(_modules.DispatchMode):
         kept = _kept(func)
         if kept is None:
             return func(*args, **kwargs)
-        self.casts |= any(isinstance(a, torch.dtype) and a in HALF_DTYPES for a in (*args, *kwargs.values()))
+        dtypes = () if self._notes else (one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype))
+        if any(one in HALF_DTYPES for one in dtypes) and (place := user_place(self._boundary)) is not None:
+            self._notes.append(_NOTE.format(place.short))
         fp32_args = [a if i in kept else _in_fp32(a) for i, a in enumerate(args)]
         fp32_kwargs = {name: a if name in kept else _in_fp32(a) for name, a in kwargs.items()}
         # Our function modes have already seen torch's own operations. Custom operations may run Python code.
@@ -101,11 +114,9 @@ def _is_drawn(func: Any) -> bool:
 
 
 def _in_fp32(argument: Any) -> Any:
-    if isinstance(argument, Tensor):
-        return argument.to(torch.float32) if argument.dtype in HALF_DTYPES else argument
     if isinstance(argument, torch.dtype):
         return torch.float32 if argument in HALF_DTYPES else argument
-    return to_fp32(argument, HALF_DTYPES) if isinstance(argument, (list, tuple)) else argument
+    return to_fp32(argument, HALF_DTYPES) if isinstance(argument, (Tensor, list, tuple)) else argument
 
 
 @functools.cache

@@ -94,7 +94,8 @@ def in_fp32(module: Frozen, features: Features) -> Frozen:
 
 
 @pytest.mark.parametrize("cast", CASTS)
-def test_second_runs_are_in_fp32_and_change_no_bit(cast: str) -> None:
+def test_second_runs_are_in_fp32_and_change_no_bit(cast: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     features, exact = CASTS[cast]
     largest: dict[str, float] = {}
 
@@ -118,6 +119,8 @@ def test_second_runs_are_in_fp32_and_change_no_bit(cast: str) -> None:
     (row,) = comparison.table
     assert row.fp32 == pytest.approx(float(expected), rel=1e-6)
     assert 0 < abs(row.diff) < 0.01 * row.fp32
+    has_note = "note: fp32 here leaves out casts to half precision (test_casts_by_hand.py:" in caplog.text
+    assert has_note == (cast != "dtype of a weight")  # which is float32 there
 
 
 def test_an_overflow_behind_a_cast_is_explained() -> None:
@@ -138,7 +141,14 @@ def test_an_overflow_of_a_cast_by_hand_is_one_of_fp16(precision: str, caplog: py
     what, where, *_ = str(locator.reports[0]).splitlines()
     assert what == "Step 0 skipped (batch 0): fp16 overflow in the forward"
     assert where.startswith("  training_step: mul gave 120,000 from an input of 60,000, fp16 ends at 65,504 ")
-    assert "`MetricComparison`: your code casts to half precision. The fp32 side leaves these casts out" in caplog.text
+    assert "note: fp32 here leaves out casts to half precision (test_casts_by_hand.py:" in caplog.text
+
+
+def test_the_report_names_the_cast_that_its_run_in_fp32_leaves_out() -> None:
+    locator = OverflowLocator(max_reports=1)
+    fit(lambda: Frozen(lambda m, x: (1e8 * m.head.weight * x.float()).half()), fp16(), callbacks=[locator])
+    assert locator.reports[0].in_fp32 == "finite"
+    assert "out casts to half precision (test_casts_by_hand.py:" in locator.reports[0].note
 
 
 def test_fp32_modules_are_searched_behind_a_cast() -> None:

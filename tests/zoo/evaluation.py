@@ -202,7 +202,11 @@ class TimeInStep(Case):
         return (batch["position"] * 1.5)[:, None].sin()
 
 
-@case("logarithm of 0", in_fp32_too=True)
+@case(
+    "logarithm of 0",
+    in_fp32_too=True,
+    names=("batches were checked, and are finite", "own computation; `OverflowLocator` names it"),
+)
 class LogOfZero(Case):
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         share = (self(batch).float() * 0).relu()
