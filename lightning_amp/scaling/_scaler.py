@@ -226,7 +226,6 @@ class DynamicLossScaler(torch.amp.GradScaler):
                 "The loss is float16. Its gradient is the loss scale itself, and float16 ends at 65504, so every step"
                 f" at a scale of 2**16 or more would be lost: `max_scale` is now {exact(HALF_LOSS_CEILING)}. A float32"
                 " loss from the first step on (for example `loss.float()` before the mean) needs no such limit.",
-                UserWarning,
                 stacklevel=4,
             )
 
