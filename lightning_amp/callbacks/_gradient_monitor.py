@@ -231,5 +231,6 @@ class GradientMonitor(Observer):
 def _scale(trainer: Trainer) -> float:
     plugin = trainer.precision_plugin
     scaler, last = getattr(plugin, "scaler", None), getattr(plugin, "last_step", None)
-    is_used = last is None or last.scale != 1  # not by a plain `loss.backward()` in manual optimization
+    # a plain `loss.backward()` in manual optimization does not use the scale
+    is_used = last is None or (last.precision, last.scale) != ("fp16", 1.0)
     return scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and is_used else 1.0
