@@ -166,15 +166,15 @@ def _place(tensor: Tensor) -> Place:
     return torch._C._data_address(tensor), tensor.shape, tensor.stride()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# Remove when a hook can find out in which backward it runs.
-def autocast_off(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context without autocast."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
-
-
 _NOTHING = nullcontext()
 
 
+def autocast_off(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast. Remove when torch's own one costs nothing where autocast is off already."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
+
+
+# Remove when a hook can find out in which backward it runs.
 def backward_number() -> int:
     """Return the number of the backward that runs in this thread; -1 outside of any."""
     return torch._C._current_graph_task_id()
