@@ -28,9 +28,7 @@ _SPELLINGS: dict[str, Precision] = {
     text: name for legal, name in _LEGAL.items() for text in (str(legal), str(legal).removeprefix("torch."))
 }
 """Our name for each legal value as text: `"torch.float16"`, `"float16"` and `"16"`, too."""
-_MEANT: dict[str, Precision] = {
-    **_SPELLINGS, "half": "fp16", "float8_e4m3fn": "fp8", **dict.fromkeys(("64", "float64", "fp64"), "fp32"),
-}  # fmt: skip
+_MEANT: dict[str, Precision] = {**_SPELLINGS, "half": "fp16", "float8_e4m3fn": "fp8", "64": "fp32", "float64": "fp32"}
 """Our name for what a user may have meant by an unknown spelling that is close to one of these."""
 
 
