@@ -92,9 +92,9 @@ class GradientMonitor(Observer):
     samples show it. If a gradient is lost, it says where. If values round to zero or overflow, it names a loss scale.
     If a module keeps few bits, or its output overflows, it names the module whose output is furthest from fp32,
     although its inputs are close. It says whether that scale, or `fp32_modules=[module]`, helped in a trial. If the
-    gradient has the direction of fp32 and another length, the line says so: `training_step` may clip gradients while
-    they are multiplied with the loss scale (:func:`~lightning_amp.precision.unscale_`). If two samples in a row show
-    this, the monitor says so at once, and not at the end.
+    gradient has the direction of fp32 and another length, the line says so: `training_step` or `on_after_backward` may
+    clip gradients while they are multiplied with the loss scale (:func:`~lightning_amp.precision.unscale_`). If two
+    samples in a row show this, the monitor says so at once, and not at the end.
 
     Cost: a sample takes one more step forward and backward, one in fp32, and some passes over both gradients. On a CPU
     this is as much as four to eight training steps. It takes the memory of one more set of parameters and two of

@@ -70,14 +70,14 @@ class GradientSample(NamedTuple):
         rows: The rows of the table; the last row is about all gradients.
         order: Names of the rows in the order of the backward.
         forward_is_finite: Whether the loss was finite in mixed precision.
-        is_manual: Whether `training_step` may change the gradients, as in manual optimization.
+        may_clip: Whether `training_step` (in manual optimization) or `on_after_backward` may change the gradients.
 
     """
 
     rows: list[GradientRow]
     order: Sequence[str] = ()
     forward_is_finite: bool = True
-    is_manual: bool = True
+    may_clip: bool = True
 
     def bad(self) -> list[GradientRow]:
         """Return the rows that mixed precision loses, in the order of the backward.
@@ -99,7 +99,5 @@ class GradientSample(NamedTuple):
     @property
     def too_short(self) -> GradientRow | None:
         """Return the row of all gradients if it is too short, or the first lost row if each lost row is too short."""
-        bad, total = self.bad(), self.rows[-1]
-        if total.is_too_short and self.is_manual:
-            return total
-        return bad[0] if bad and self.is_manual and all(row.is_too_short for row in bad) else None
+        bad = [self.rows[-1]] if self.rows[-1].is_too_short else self.bad()
+        return bad[0] if bad and self.may_clip and all(row.is_too_short for row in bad) else None

@@ -156,7 +156,7 @@ def _what(sample: GradientSample, first: GradientRow) -> str:
         row = short or total
         about = "" if row.cosine > 0.99 else "about "
         text = f"the gradient has {about}the direction of fp32, but {rounded(row.norm_ratio)} times its length"
-        why = "`training_step` and the plugin both divide by the loss scale, or `training_step` clips scaled gradients"
+        why = "`training_step` or `on_after_backward` clips scaled gradients, or divides by the scale like the plugin"
         return f"{text}: {why}" if short is not None else text
     if first.rounds_to_zero:
         return f"{percent(total.underflow_fraction)} of the gradient rounds to zero"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp._compat._names import LightningModule, Trainer
+from lightning_amp._compat._names import LightningModule, Trainer, is_overridden
 from lightning_amp.casting import Fp32Modules, our_name
 from lightning_amp.findings import TOTAL, GradientRow, GradientSample
 from lightning_amp.numerics import (
@@ -121,7 +121,8 @@ class GradientSampler:
             return sample
         amp = self._run(outputs, scale, rules)
         is_finite = amp.loss is None or bool(torch.isfinite(amp.loss).all())
-        sample = sample._replace(forward_is_finite=is_finite, is_manual=not self._module.automatic_optimization)
+        may_clip = not self._module.automatic_optimization or is_overridden("on_after_backward", self._module)
+        sample = sample._replace(forward_is_finite=is_finite, may_clip=may_clip)
         rows = {row_of[name] for name in fp32.gradients}
         # of each operation the first gradient that is not cast: a loss that casts its inputs gets it in float32
         nodes = [one for one in amp.trace.gradients if one.arrived_in is one.dtype and not one.is_inner]

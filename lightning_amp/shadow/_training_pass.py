@@ -201,6 +201,8 @@ class TrainingPass:
             if self._trace is not None:
                 watching.enter_context(self._trace.in_backward())
             run(*args, **kwargs)
+        if is_overridden("on_after_backward", self.module):  # it may clip, as `training_step` may
+            self._shadow.call("on_after_backward")
 
     def _scaled(self, outputs: Any) -> Any:
         """Multiply losses by the scale, and true gradients, because the next backward adds to them at the scale."""

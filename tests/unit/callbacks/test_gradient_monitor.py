@@ -250,17 +250,32 @@ class OneOfTwo(Clips):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("module", [Clips, ByValue, OneOfTwo])
+class InTheHook(Toy):
+    """Clips in the hook that the backward calls."""
+
+    unscales = False
+
+    def on_after_backward(self) -> None:
+        if self.unscales:
+            unscale_(self.trainer, self.optimizers())
+        self.log("norm", nn.utils.clip_grad_norm_(self.parameters(), 0.1))
+
+
+class UnscaledInTheHook(InTheHook):
+    unscales = True
+
+
+@pytest.mark.parametrize("module", [Clips, ByValue, OneOfTwo, InTheHook])
 def test_clipping_of_scaled_gradients_is_named_with_its_cure(module: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         fit(module, fp16(), callbacks=[GradientMonitor(2)])
     (text,) = (m for m in caplog.messages if m.startswith("GradientMonitor"))
     assert re.match(r"GradientMonitor, step [24], .* times its length", text), "it is said at the second sample"
-    assert "or `training_step` clips scaled gradients" in text
+    assert "`training_step` or `on_after_backward` clips scaled gradients" in text
     assert "fix: `lightning_amp.precision.unscale_(self.trainer, optimizer)` before code that clips gradients" in text
 
 
-@pytest.mark.parametrize("module", [Unscaled, WithoutTheScale])
+@pytest.mark.parametrize("module", [Unscaled, WithoutTheScale, UnscaledInTheHook])
 @pytest.mark.parametrize("plugin", [fp16, lambda: AmpPrecision("bf16")])
 def test_clipping_of_true_gradients_is_not_noticed(plugin: Any, module: Any) -> None:
     monitor = GradientMonitor(2)
