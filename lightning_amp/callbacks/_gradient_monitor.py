@@ -177,8 +177,7 @@ class GradientMonitor(Observer):
         saved = Saved(state_dict, "GradientMonitor")
         largest, next_step = saved.number("largest"), saved.count("next_step")
         rows, verdict = saved.rows("rows", GradientRow), str(saved.any("verdict"))
-        self.table, self._largest, self._next_step = GradientTable(rows), largest, next_step
-        self._verdict = verdict
+        self.table, self._largest, self._next_step, self._verdict = GradientTable(rows), largest, next_step, verdict
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -231,6 +230,6 @@ class GradientMonitor(Observer):
 def _scale(trainer: Trainer) -> float:
     plugin = trainer.precision_plugin
     scaler, last = getattr(plugin, "scaler", None), getattr(plugin, "last_step", None)
-    # a plain `loss.backward()` in manual optimization does not use the scale
-    is_used = last is None or (last.precision, last.scale) != ("fp16", 1.0)
+    # a plain `loss.backward()` in manual optimization does not use the scale; a scale of 1 becomes 2 or less
+    is_used = last is None or (last.precision, last.scale) != ("fp16", 1.0) or last.next_scale <= 2
     return scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and is_used else 1.0

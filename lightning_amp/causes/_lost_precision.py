@@ -123,9 +123,7 @@ def _evaluate(
 
 def _shows(row: ComparisonRow, fp32: float, amp: float) -> bool:
     """Return whether some batches show the difference of a metric over all batches."""
-    if not math.isfinite(row.amp):
-        return not math.isfinite(amp)
-    return abs(amp - fp32) > 0.3 * abs(row.diff)
+    return abs(amp - fp32) > 0.3 * abs(row.diff) if math.isfinite(row.amp) else not math.isfinite(amp)
 
 
 def _is_gone(value: float, fp32: float, amp: float) -> bool:
@@ -155,6 +153,8 @@ def lost_in_training(
     if (overflows and sample.forward_is_finite) or row.rounds_to_zero:
         if total.precision != "fp16" or fitting_scale is None or (fitting_scale < total.scale) != overflows:
             return ""
+        if row.scale == 1 != vars(trainer.precision_plugin)["scaler"].get_scale():
+            return "fix: `self.manual_backward(loss)`, because `loss.backward()` carries no loss scale (not tried)"
         again = sampler.take(fitting_scale)
         setting = _scale_setting(trainer, row.scale, fitting_scale)
         return describe_tried([TriedRemedy(setting, _is_cured(again))]) + _kept(again)

@@ -185,6 +185,23 @@ def test_a_step_that_has_one_length_too_few_is_described(caplog: pytest.LogCaptu
     assert "or divides by the scale like the plugin" in text
 
 
+@pytest.mark.parametrize(
+    ("size", "advice"),
+    [(1e-7, "  fix: `self.manual_backward(loss)`, because"), (1e-6, "; `self.manual_backward(loss)` with `Dynamic")],
+)
+def test_a_backward_without_the_scale_is_told_which_one_has_it(
+    size: float, advice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Plain(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            (self.loss(batch) * size).backward()
+            optimizer.step()
+
+    assert advice in words(caplog, Plain, AmpPrecision("fp16"))
+
+
 def test_a_difference_that_rounds_is_no_clipping(caplog: pytest.LogCaptureFixture) -> None:
     """The direction of the gradient is exact, and its length is a difference of two numbers, rounded to 0.25."""
 
