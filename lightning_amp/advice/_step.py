@@ -26,10 +26,7 @@ IN_FP32: Label = "fp32"
 FUSED: Label = "fused=True"
 CHANNELS_LAST: Label = "channels_last"
 
-_CHANGED: dict[Label, tuple[str, ...]] = {
-    FUSED: (OPTIMIZER, REST),
-    CHANNELS_LAST: (FORWARD, BACKWARD),
-}
+_CHANGED: dict[Label, tuple[str, ...]] = {FUSED: (OPTIMIZER, REST), CHANNELS_LAST: (FORWARD, BACKWARD)}
 """The parts of a step that a change can make faster: a fused optimizer also takes over checks, in the rest."""
 
 _EMPTY = {"t", "view", "detach", "transpose", "expand", "slice", "select", "unsqueeze", "permute", "_unsafe_view"}

@@ -23,13 +23,7 @@ from lightning_amp.callbacks._observer import (
 )
 from lightning_amp.causes import lost_in_evaluation, nonfinite_names
 from lightning_amp.findings import WRONG_DB, ComparisonRow, LostPrecision, ModuleRow
-from lightning_amp.reports import (
-    ComparisonTable,
-    ModuleTable,
-    describe_both,
-    describe_comparison,
-    describe_difference,
-)
+from lightning_amp.reports import ComparisonTable, ModuleTable, describe_both, describe_comparison, describe_difference
 from lightning_amp.scaling import Saved
 from lightning_amp.shadow import PairedEvaluation, gather
 

@@ -147,8 +147,7 @@ class ScaleMonitor(Observer):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # An error in this hook must not hide the exception, and must not prevent the Trainer's teardown.
         with contextlib.suppress(Exception):
-            if not isinstance(exception, FloatingPointError):  # this exception came from reading the records
-                self._read()
+            self._read()
         self._save()
         super().on_exception(trainer, pl_module, exception)
 
@@ -223,6 +222,6 @@ class _ScalerWatch:
         for scale in torch.stack(pending).tolist() if pending else ():
             last, fell = self._history.last, scale < self._last_scale
             index = 0 if last is None else last.index + 1
-            reason = "gradient" if fell else "none"
-            self._history.extend([StepRecord(index, 0, self._last_scale, scale, fell, reason, "fp16")])
+            why = "gradient" if fell else "none"
+            self._history.extend([StepRecord(index, 0, self._last_scale, scale, fell, why, "fp16")])
             self._last_scale = scale

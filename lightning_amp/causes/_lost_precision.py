@@ -132,9 +132,7 @@ def _is_gone(value: float, fp32: float, amp: float) -> bool:
     return abs(value - fp32) <= _GONE * abs(amp - fp32)
 
 
-def lost_in_training(
-    trainer: Trainer, sample: GradientSample, sampler: GradientSampler, fitting_scale: float | None
-) -> str:
+def lost_in_training(trainer: Trainer, sample: GradientSample, sampler: GradientSampler, fitting_scale: float) -> str:
     """Try one setting against the lost gradient of a sample, and say whether it helps. All ranks must call this.
 
     It tries another loss scale if values round to zero, or overflow in the backward alone. Otherwise it tries the
@@ -151,7 +149,7 @@ def lost_in_training(
     row, total = sample.bad()[0], sample.rows[-1]
     overflows = math.isnan(total.sqnr_db)
     if (overflows and sample.forward_is_finite) or row.rounds_to_zero:
-        if total.precision != "fp16" or fitting_scale is None or (fitting_scale < total.scale) != overflows:
+        if total.precision != "fp16" or (fitting_scale < total.scale) != overflows:
             return ""
         if row.scale == 1 != vars(trainer.precision_plugin)["scaler"].get_scale():
             return "fix: `self.manual_backward(loss)`, because `loss.backward()` carries no loss scale (not tried)"
@@ -160,7 +158,7 @@ def lost_in_training(
         return describe_tried([TriedRemedy(setting, _is_cured(again))]) + _kept(again)
     outputs = OutputComparison(inputs=True)
     # a scale that has not settled would overflow in the backward
-    scale = min(total.scale, fitting_scale or total.scale) if total.precision == "fp16" else total.scale
+    scale = min(total.scale, fitting_scale) if total.precision == "fp16" else total.scale
     sampler.take(scale, outputs=outputs)
     found = furthest_module(outputs.sums_of_all_ranks(trainer), total.precision)
     if not sample.forward_is_finite and (found is None or found.output_sqnr_db > -math.inf):
@@ -204,4 +202,5 @@ def _scale_setting(trainer: Trainer, now: float, scale: float) -> str:
         return f"dividing the loss by {exact(lowest / scale)}"
     if lowest <= scale < now:
         return f"a loss scale of {exact(scale)}, to which it falls by itself"
-    return f"`DynamicLossScaler(init_scale={literal(scale)})`"
+    limit = f", max_scale={literal(scale)}" if scale > 2.0**24 else ""  # the default limit
+    return f"`DynamicLossScaler(init_scale={literal(scale)}{limit})`"

@@ -282,7 +282,8 @@ class _Search:
     def _completed(self, report: Overflow, run: _Run, fp32_run: _Run, step: KeptBatch) -> Found:
         """Complete a report by the run in fp32, and choose the remedies to try."""
         if fp32_run.is_bad:
-            report = replace(report, in_fp32="not finite", entries=())
+            is_taken = report.record.skipped and not fp32_run.parameters
+            report = replace(report, in_fp32="finite gradients" if is_taken else "not finite", entries=())
             return self._named(report, first_bad(fp32_run.trace), fp32_run, step), [], fp32_run
         report = replace(report, in_fp32="finite", parameter="", entries=())
         found = first_difference(run.trace, fp32_run.trace) or first_bad(run.trace)
@@ -340,22 +341,28 @@ class _Search:
         for key, plan in gather(self._trainer, (mine, trials or [])):
             plans.setdefault(key, plan)
         for key, plan in plans.items():
-            tried, has_worked = list[TriedRemedy](), set[str]()
+            tried, has_worked, falls = list[TriedRemedy](), set[str](), ""
             for setting, how in plan:
                 if not has_worked.isdisjoint(how):  # such as more modules than are needed
                     continue
                 with together(self._trainer, agree=True):
                     works = self._works(step, reference, **how)
-                works = all(gather(self._trainer, works or key != mine))
-                tried.append(TriedRemedy(setting, works))
+                works, now = min(gather(self._trainer, works if key == mine else math.inf)), self._blank.record.scale
+                if 1 <= works < now and how.keys() & {"rules", "loss_in_fp32"}:
+                    falls = f"with {setting.partition(', with')[0]}, steps are skipped down to the scale {exact(works)}"
+                tried.append(TriedRemedy(setting, works > 0))
                 has_worked |= set(how) if works else set()
             if key == mine:
-                report = replace(report, remedies=tuple(tried))
+                note = "; ".join(filter(None, (report.note, falls)))
+                report = replace(report, remedies=tuple(tried), note=note)
         return report
 
-    def _works(self, step: KeptBatch, reference: _Run, rules: Sequence[str] = (), **how: Any) -> bool:
-        """Return whether loss and gradients are finite with a remedy, and the loss is the reference's. Never raises."""
-        how.setdefault("scale", settled_scale(self._trainer, self._blank.record.scale))
+    def _works(self, step: KeptBatch, reference: _Run, rules: Sequence[str] = (), **how: Any) -> float:
+        """Return up to which loss scale loss and gradients are finite with a remedy, and the loss is the reference's.
+
+        It is 0 if the remedy does not work. Never raises.
+        """
+        scale: float = how.setdefault("scale", settled_scale(self._trainer, self._blank.record.scale))
         active = None
         try:
             if rules:
@@ -363,17 +370,19 @@ class _Search:
                 active = Fp32Modules(self._replay.module, rules, device_type, active=True)
             run = self._run(step, fp32_draws=True, **how)
         except Exception:  # a remedy that cannot be run here does not work
-            return False
+            return 0.0
         finally:
             if active is not None:
                 active.remove()
-        if run.is_bad or run.loss is None or reference.loss is None:
-            return not run.is_bad
+        largest = (run.trace.largest_in_half() or 0.0) / scale
+        fits = 0.0 if run.is_bad else fitting_scale(largest, spare_bits=0, lowest=-126)
+        if not fits or run.loss is None or reference.loss is None:
+            return fits
         name = how.get("precision") or self._blank.record.precision
         eps = torch.finfo({"fp16": torch.float16, "fp32": torch.float32}.get(name, torch.bfloat16)).eps
         made_by = next((loss.maker for loss in reference.trace.losses if loss.maker is not None), None)
         magnitude = (made_by.largest_input if made_by is not None else None) or 0.0
-        return abs(run.loss - reference.loss) <= eps * (32 * abs(reference.loss) + 2 * magnitude)
+        return fits * (abs(run.loss - reference.loss) <= eps * (32 * abs(reference.loss) + 2 * magnitude))
 
     def _run(self, step: KeptBatch, *, precision: str = "", loss_in_fp32: bool = False, **how: Any) -> _Run:
         """Run the step as training does, or in another precision or at another scale."""

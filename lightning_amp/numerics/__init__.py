@@ -14,12 +14,7 @@ from lightning_amp.numerics._finite import (
     stack_scalars,
 )
 from lightning_amp.numerics._limits import FP16_LARGEST, HALF_DTYPES, fitting_scale, widest_dtype
-from lightning_amp.numerics._ranges import (
-    dense,
-    headroom_bits,
-    largest,
-    underflow_counts,
-)
+from lightning_amp.numerics._ranges import dense, headroom_bits, largest, underflow_counts
 
 __all__ = [
     "FP16_LARGEST",

@@ -28,12 +28,12 @@ def widest_dtype(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
-def fitting_scale(largest: float, spare_bits: float = 2.0, lowest: int = -14) -> float:
-    """Return the largest power of two, from 2**lowest to 2**24, that keeps `largest` inside fp16.
+def fitting_scale(largest: float, spare_bits: float = 2.0, lowest: int = -14, highest: int = 24) -> float:
+    """Return the largest power of two, from 2**lowest to 2**highest, that keeps `largest` inside fp16.
 
     `largest` is the magnitude of the largest true gradient, and `spare_bits` leaves room for batches with larger ones.
     """
     if not largest > 0:
-        return 2.0**24
+        return 2.0**highest
     exponent = math.floor(math.log2(FP16_LARGEST) - math.log2(largest) - spare_bits)
-    return 2.0 ** min(max(exponent, lowest), 24)
+    return 2.0 ** min(max(exponent, lowest), highest)

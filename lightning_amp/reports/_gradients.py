@@ -188,5 +188,5 @@ def _healthy(sample: GradientSample, scale: float | None, before: Sequence[Gradi
         how = "`self.manual_backward(loss)` with " if total.scale == 1 and sample.may_clip else ""
         advice = f"{how}`DynamicLossScaler(init_scale={literal(scale)})` (not tried) keeps more"
         return f"{text} {percent(total.underflow_fraction)} of it rounds to zero; {advice}."
-    room = counted(round(total.headroom_bits), "bit")
+    room = counted(int(total.headroom_bits), "bit")
     return f"{text} At the loss scale {exact(total.scale)} it fits, with {room} of room."

@@ -56,7 +56,8 @@ class Overflow:
         entries: With cause `"batch"`, the bad parts of the batch: path, number of bad values, number of values, index
             of the first bad value, `"NaN"` or `"infinity"`.
         parameters: Names of all parameters whose gradients were not finite.
-        in_fp32: Whether the same step is finite in fp32; empty if no fp32 step was run.
+        in_fp32: Whether the same step is finite in fp32; empty if no fp32 step was run. `"finite gradients"`: fp32
+            takes the skipped step, because only its loss is not finite.
         fitting_scale: The loss scale at which the gradients fit, if they are finite at a lower scale.
         largest_gradient: The largest true gradient in half precision, if the gradients are finite at a lower scale.
         remedies: The settings that were tried in replays of the step, as code, each with whether it works.
@@ -84,7 +85,7 @@ class Overflow:
     parameter: str = ""
     entries: tuple[tuple[str, int, int, tuple[int, ...], str], ...] = ()
     parameters: tuple[str, ...] = ()
-    in_fp32: Literal["", "finite", "not finite"] = ""
+    in_fp32: Literal["", "finite", "finite gradients", "not finite"] = ""
     fitting_scale: float | None = None
     largest_gradient: float | None = None
     remedies: tuple[TriedRemedy, ...] = ()
@@ -143,10 +144,11 @@ class Overflow:
         batch = f"batch {self.batch_idx}"
         if self.window[0] != self.window[1]:
             batch += f" of {self.window[0]} to {self.window[1]}, which make one step"
-        shard = f", {self.shard}" if self.shard else ""
-        rank = f", rank {self.rank}{shard}" if self.world_size > 1 else ""
+        rank = f", rank {self.rank}{self.shard and f', {self.shard}'}" if self.world_size > 1 else ""
         taken = "skipped" if self.record.skipped else "was taken although its loss is not finite"
-        lines = [f"Step {self.record.index} {taken} ({batch}{rank}): {_what(self)}"]
+        is_before = self.record.skipped or self.cause not in ("forward", "loss")
+        after = "" if is_before else "with the weights after it, "
+        lines = [f"Step {self.record.index} {taken} ({batch}{rank}): {after}{_what(self)}"]
         if where := _where(self):
             lines.append(f"  {where}")
         if self.note:
@@ -188,7 +190,9 @@ def _what(report: Overflow) -> str:
     if report.fitting_scale is not None or _leaves_range(report):
         return f"{precision} overflow {part}{loss}"
     value = _VALUES["" if operation is None else operation.result]
-    also = {"not finite": ", in fp32 too", "finite": f", in {precision} only", "": ""}[report.in_fp32]
+    is_taken = report.in_fp32 == "finite gradients"
+    too = ", in fp32 too" + ", which takes this step because its gradients are finite" * is_taken
+    also = {"": "", "finite": f", in {precision} only"}.get(report.in_fp32, too)
     return f"{value} {part}{also}{loss}"
 
 
@@ -273,7 +277,7 @@ def _fix(report: Overflow) -> str:
     if report.growth is not None:
         return describe_growth(*report.growth)
     if report.cause == "not reproduced":
-        hooks = "hooks and callbacks that edit gradients, " if report.record.skipped else "the learning rate, "
+        hooks = "hooks that edit gradients, " if report.record.skipped else "the learning rate, values it mended, "
         return (
             f"look at {hooks}non-deterministic operations, earlier batches of the window, and counters in the module,"
             " which the replay finds advanced"

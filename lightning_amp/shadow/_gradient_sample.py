@@ -120,9 +120,10 @@ class GradientSampler:
         if not fp32.gradients:
             return sample
         amp = self._run(outputs, scale, rules)
-        is_finite = amp.loss is None or bool(torch.isfinite(amp.loss).all())
+        # a loss that is not finite in fp32 either may have finite gradients
+        finite, fp32_finite = (one.loss is None or bool(torch.isfinite(one.loss).all()) for one in (amp, fp32))
         may_clip = not self._module.automatic_optimization or is_overridden("on_after_backward", self._module)
-        sample = sample._replace(forward_is_finite=is_finite, may_clip=may_clip)
+        sample = sample._replace(forward_is_finite=finite or not fp32_finite, may_clip=may_clip)
         rows = {row_of[name] for name in fp32.gradients}
         # of each operation the first gradient that is not cast: a loss that casts its inputs gets it in float32
         nodes = [one for one in amp.trace.gradients if one.arrived_in is one.dtype and not one.is_inner]

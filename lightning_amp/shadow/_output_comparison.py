@@ -59,9 +59,7 @@ class OutputComparison:
 
         This waits for the device.
         """
-        mine = [
-            (name, one._replace(inputs=one.inputs.cpu(), outputs=one.outputs.cpu())) for name, one in self._sums.items()
-        ]
+        mine = [(name, s._replace(inputs=s.inputs.cpu(), outputs=s.outputs.cpu())) for name, s in self._sums.items()]
         total: dict[str, ModuleSums] = {}
         for name, one in (pair for rank in gather(trainer, mine) for pair in rank):
             total[name] = total[name].plus(one) if name in total else one

@@ -36,9 +36,8 @@ def first_bad(run: Trace) -> Call | Gradient | None:
     """
     if run.bad_loss is None:
         gradient = next((one for one in run.gradients if one.bad), None)
-        if gradient is not None and gradient.call.makes_fault:  # its result does not show in the loss
-            return gradient.call
-        return gradient
+        # the result of an operation may not show in the loss
+        return gradient.call if gradient is not None and gradient.call.makes_fault else gradient
     chain = _to_the_loss(run)
     masked = next((call for call in chain if call.kind == "masked" and call.made.bad), None)
     fault = next((call for call in chain if call.makes_fault), None)
@@ -58,11 +57,8 @@ def first_difference(run: Trace, fp32_run: Trace) -> Call | None:
     """
     for call in _to_the_loss(run):
         in_fp32 = fp32_run.by_key.get(call.key)
-        if in_fp32 is None:
-            is_lost = run.bad_loss is not None and call.kind != "literal"
-        else:
-            is_lost = not call.made.bad <= in_fp32.made.bad
-        if is_lost:
+        is_fine = run.bad_loss is None or call.kind == "literal"
+        if not (is_fine if in_fp32 is None else call.made.bad <= in_fp32.made.bad):
             return call
     return None
 

@@ -92,7 +92,7 @@ def test_healthy(caplog: pytest.LogCaptureFixture) -> None:
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert "ScaleMonitor: 0 of 8 steps skipped; scale 1024 -> 1024." in caplog.text
     assert "the gradient keeps 10 of 11 bits (66 dB)" in caplog.text
-    assert "At the loss scale 1024 it fits, with 5 bits of room." in caplog.text
+    assert "At the loss scale 1024 it fits, with 4 bits of room." in caplog.text
     assert "DynamicLossScaler" not in caplog.text  # no advice where nothing is lost
 
 

@@ -62,12 +62,17 @@ def fp32_products(step: Step) -> dict[str, Counter[str]]:
     return found
 
 
+def _where(step: Step, machine: Machine) -> str:
+    """Say that advice for more half precision is for other machines, if its products are not faster here."""
+    products = machine.speed(step.precision)
+    pays = products is None or products.claim not in ("slower", "same")
+    return "" if pays else f"Not on this machine, where {step.precision} is not faster. "
+
+
 def autocast_off(step: Step, machine: Machine, decision: Decision) -> Finding | None:
     """Find products that stay in fp32, other than by `fp32_modules`, if they are 2 % of the FLOPs of the forward."""
-    shares: dict[str, float] = {}
     found = fp32_products(step)
-    for why in _WHY:
-        shares[why] = sum(found[why].values()) / max(step.recorded.forward_flops, 1) if why in found else 0.0
+    shares = {why: sum(found[why].values()) / max(step.recorded.forward_flops, 1) for why in _WHY}
     shares = {why: share for why, share in sorted(shares.items(), key=lambda pair: -pair[1]) if share >= 0.02}
     if not shares:
         return None
@@ -79,7 +84,7 @@ def autocast_off(step: Step, machine: Machine, decision: Decision) -> Finding | 
         reasons.append(f"{part}{_WHY[why][0]} ({'; '.join(places[:2])}{more})")
     total = sum(shares.values())
     text = f"{percent(total)} of the FLOPs of the forward stay in full precision, {', '.join(reasons)}."
-    return Finding(graded(total, 0.1), "autocast-off", text, _WHY[next(iter(shares))][1], total)
+    return Finding(graded(total, 0.1), "autocast-off", text, _where(step, machine) + _WHY[next(iter(shares))][1], total)
 
 
 def fp32_modules_dominate(step: Step, machine: Machine, decision: Decision) -> Finding | None:
@@ -88,10 +93,10 @@ def fp32_modules_dominate(step: Step, machine: Machine, decision: Decision) -> F
     share = sum(found.values()) / max(step.recorded.forward_flops, 1)
     if share < 0.1:
         return None
-    largest = found.most_common(1)[0][0]
-    text = f"`fp32_modules` keeps {percent(share)} of the FLOPs of the forward in fp32, most of them in `{largest}`."
+    most = found.most_common(1)[0][0]
+    text = f"`fp32_modules` keeps {percent(share)} of the FLOPs of the forward in fp32, most of them in `{most}`."
     action = "Name fewer modules: `find_fp32_modules` searches for a small set that keeps the gradients."
-    return Finding(graded(share, 0.5), "fp32-modules-dominate", text, action, share)
+    return Finding(graded(share, 0.5), "fp32-modules-dominate", text, _where(step, machine) + action, share)
 
 
 _SLOWEST = 3.0

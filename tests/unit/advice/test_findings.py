@@ -148,6 +148,9 @@ def about_products() -> Situations:
             f"fp32: {why}": step(kept(why, "net.py", FORWARD_FLOPS // 2), kept(why, "", 2), kept(why, "c.py", 1))
             for why in WHY
         },
+        "fp32: half, on a machine that is slow in bf16": (
+            step(kept(first, "net.py", FORWARD_FLOPS // 2)), machine_with(bf16=0.5)
+        ),
         "fp32: a twentieth": step(kept(first, "net.py", FORWARD_FLOPS // 20)),
         "fp32: a hundredth": step(kept(first, "net.py", FORWARD_FLOPS // 100)),
         "fp32: half, in a run in fp32": step(kept(first, "net.py", FORWARD_FLOPS // 2), precision="fp32"),

@@ -7,12 +7,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import Manual, Poison, Toy, assert_same, batches, fit
+from support import Manual, Poison, Records, Toy, assert_same, batches, fit
 from torch import Tensor, nn
 from zoo.faults import Net, plain_data
 from zoo.overflows import BadRow, HalfBody, LargeOutput, fp16, with_bad
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator
+from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, OverflowLocator
 from lightning_amp.shadow import TrainingPass
 
 
@@ -70,7 +70,7 @@ def test_a_gradient_edited_by_a_callback_is_not_reproduced_but_its_parameter_is_
     fit(Toy, fp16(), callbacks=[locator, Poison(gradient=[3])])
     (report,) = locator.reports
     assert (report.cause, report.parameters) == ("not reproduced", ("net.0.weight",))
-    assert "look at hooks and callbacks that edit gradients" in str(report)
+    assert "look at hooks that edit gradients" in str(report)
     assert "the gradients of `net.0.weight` are not finite" in str(report)
 
 
@@ -96,7 +96,39 @@ def test_a_remedy_is_tried_at_the_scale_that_the_run_would_have() -> None:
         locator = OverflowLocator(max_reports=1)
         scaler = DynamicLossScaler(2.0**17, min_scale=least)
         fit(LargeOutput, AmpPrecision("fp16", scaler=scaler), batches(1), callbacks=[locator])
-        assert dict(locator.reports[0].remedies)['fp32_modules=["net.0"]'] is works
+        (report,) = locator.reports
+        assert dict(report.remedies)['fp32_modules=["net.0"]'] is works
+        assert ('note: with fp32_modules=["net.0"], steps are skipped down to the scale ' in str(report)) is works
+
+
+def test_a_note_says_to_which_scale_a_remedy_lets_the_loss_scale_fall() -> None:
+    locator, plugin = OverflowLocator(max_reports=1), AmpPrecision("fp16", scaler=DynamicLossScaler(2.0**17))
+    fit(LargeOutput, plugin, batches(1), callbacks=[locator])
+    scale = float(eval(locator.reports[0].note.rpartition(" ")[2]))
+    steps, cured = Records(), AmpPrecision("fp16", scaler=DynamicLossScaler(2.0**17), fp32_modules=["net.0"])
+    fit(LargeOutput, cured, batches(1), callbacks=[steps], max_epochs=15)
+    assert [record.scale for record in steps.all if record.applied] == [scale]
+
+
+class Unlabelled(Toy):
+    """The mean over no labels is NaN, and has finite gradients; the gradients of the other loss overflow at 2**16."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        none = self.net(batch)[:0].float()
+        return 1e3 * super().loss(batch) + none.mean()
+
+
+def test_a_step_that_fp32_takes_is_called_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        fit(Unlabelled, fp16(2.0**20), callbacks=[OverflowLocator(), GradientMonitor()])
+    (text,) = (m for m in caplog.messages if m.startswith("Step"))
+    assert "NaN in the loss, in fp32 too, which takes this step because its gradients are finite" in text
+    assert "no precision helps" not in text
+    (text,) = (m for m in caplog.messages if m.startswith("GradientMonitor"))
+    assert "the gradient overflows, and in fp32 it does not" in text
+    caplog.clear()
+    fit(Unlabelled, AmpPrecision("bf16"), callbacks=[OverflowLocator()])
+    assert "(batch 0): with the weights after it, NaN in the loss, in fp32 too\n" in caplog.text
 
 
 class Drops(Toy):
