@@ -206,5 +206,5 @@ def describe_both(row: ComparisonRow, names: Sequence[str], num_checked: int, nu
     where, fix = f"values that are not finite: {named(names)}", "these values"
     if not names:
         where = f"parameters, buffers and {num_checked} of {num_batches:,} batches were checked, and are finite"
-        fix = "huge weights, or the module's own computation; `OverflowLocator` names it if training runs it"
+        fix = "the metric (a correlation with a constant is NaN) or huge weights, which `OverflowLocator` may find"
     return f"{text} (epoch {row.epoch})\n  {where}\n  fix: {fix}; no precision helps"
