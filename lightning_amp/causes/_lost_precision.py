@@ -135,8 +135,8 @@ def _is_gone(value: float, fp32: float, amp: float) -> bool:
 def lost_in_training(trainer: Trainer, sample: GradientSample, sampler: GradientSampler, fitting_scale: float) -> str:
     """Try one setting against the lost gradient of a sample, and say whether it helps. All ranks must call this.
 
-    It tries another loss scale if values round to zero, or overflow in the backward alone. Otherwise it tries the
-    module that loses most of the forward in fp32.
+    In fp16 it tries another loss scale, if there is one that fits better. If that does not help, and no value rounds to
+    zero or overflows in the backward alone, it tries the module that loses most of the forward in fp32.
 
     Args:
         trainer: The trainer, at the start of the sampled batch.
@@ -148,14 +148,20 @@ def lost_in_training(trainer: Trainer, sample: GradientSample, sampler: Gradient
     """
     row, total = sample.bad()[0], sample.rows[-1]
     overflows = math.isnan(total.sqnr_db)
-    if (overflows and sample.forward_is_finite) or row.rounds_to_zero:
-        if total.precision != "fp16" or (fitting_scale < total.scale) != overflows:
-            return ""
+    is_certain = sample.forward_is_finite and (overflows or row.rounds_to_zero)
+    fits_better = fitting_scale < total.scale if overflows else fitting_scale > total.scale
+    if total.precision == "fp16" and sample.forward_is_finite and fits_better:
         if row.scale == 1 != vars(trainer.precision_plugin)["scaler"].get_scale():
             return "fix: `self.manual_backward(loss)`, because `loss.backward()` carries no loss scale (not tried)"
-        again = sampler.take(fitting_scale)
-        setting = _scale_setting(trainer, row.scale, fitting_scale)
-        return describe_tried([TriedRemedy(setting, _is_cured(again))]) + _kept(again)
+        again, setting = None, ""
+        for scale in dict.fromkeys((min(fitting_scale, 2.0**24), fitting_scale)):  # the default limit
+            again, setting = sampler.take(scale), _scale_setting(trainer, row.scale, scale)
+            if again is not None and _is_cured(again) and not again.rows[-1].is_small:
+                break
+        if _is_cured(again) or is_certain:
+            return describe_tried([TriedRemedy(setting, _is_cured(again))]) + _kept(again)
+    elif is_certain:
+        return ""
     outputs = OutputComparison(inputs=True)
     # a scale that has not settled would overflow in the backward
     scale = min(total.scale, fitting_scale) if total.precision == "fp16" else total.scale
@@ -202,5 +208,5 @@ def _scale_setting(trainer: Trainer, now: float, scale: float) -> str:
         return f"dividing the loss by {exact(lowest / scale)}"
     if lowest <= scale < now:
         return f"a loss scale of {exact(scale)}, to which it falls by itself"
-    limit = f", max_scale={literal(scale)}" if scale > 2.0**24 else ""  # the default limit
+    limit = f", max_scale={literal(scale)}" if scale > 2.0**24 else ""
     return f"`DynamicLossScaler(init_scale={literal(scale)}{limit})`"

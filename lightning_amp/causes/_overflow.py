@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +20,6 @@ from lightning_amp.causes._lost_precision import settled_scale
 from lightning_amp.causes._nonfinite import bad_shards
 from lightning_amp.findings import StepRecord, TriedRemedy
 from lightning_amp.numerics import (
-    HALF_DTYPES,
     dense,
     extremes,
     fitting_scale,
@@ -120,22 +119,17 @@ def explain(
         scale_is=_scale_is(getattr(trainer.precision_plugin, "scaler", None), record),
         note=_edited(steps[-1]),
     )
-    search = None
-    with ExitStack() as stack:
-        try:
-            elsewhere = bad_shards(trainer, module)
-            with together(trainer, agree=True):
-                replay = stack.enter_context(closing(TrainingPass(trainer, module)))
-            search = _Search(trainer, module, replay, report, elsewhere)
-            return search.explain(steps, known)
-        except Exception as error:
-            if search is not None and search.found is not None:
-                return search.found
-            if isinstance(error, OtherRankFailedError):
-                return report
-            failure = Failure.of(error, "the training step", "the replay")
-            too_large = ": there is no cause to report. A smaller batch needs less" * failure.out_of_memory
-            return replace(report, note=failure.text + too_large)
+    search = _Search(trainer, module, report, bad_shards(trainer, module))
+    try:
+        return search.explain(steps, known)
+    except Exception as error:
+        if search.found is not None:
+            return search.found
+        if isinstance(error, OtherRankFailedError):
+            return report
+        failure = Failure.of(error, "the training step", "the replay")
+        too_large = ": there is no cause to report. A smaller batch needs less" * failure.out_of_memory
+        return replace(report, note=failure.text + too_large)
 
 
 def _scale_is(scaler: torch.amp.GradScaler | None, record: StepRecord) -> ScaleIs:
@@ -164,11 +158,13 @@ Found = tuple[Overflow, list[Trial], _Run]
 @final
 @dataclass
 class _Search:
-    """The search for the cause of one skipped step, on all ranks together."""
+    """The search for the cause of one skipped step, on all ranks together.
+
+    Each run has a copy of the module of its own, because a step may write to buffers, such as a queue of keys.
+    """
 
     _trainer: Trainer
     _module: LightningModule
-    _replay: TrainingPass
     _blank: Overflow
     _elsewhere: Mapping[str, tuple[int, str]] | None  # bad parameters of a sharded module
     found: Overflow | None = None  # as the step itself showed it
@@ -247,8 +243,8 @@ class _Search:
 
     def _from_outside(self, report: Overflow, step: KeptBatch, module: str | None) -> Overflow:
         """Find the parameter, buffer or part of the batch that was not finite before the step."""
-        states = [*self._replay.module.named_buffers()]
-        states += [] if self._elsewhere is not None else [*self._replay.module.named_parameters()]
+        states = [*self._module.named_buffers()]
+        states += [] if self._elsewhere is not None else [*self._module.named_parameters()]
         bad = [*(self._elsewhere or ()), *names_of_nonfinite(states)]
         near = [name for name in bad if module and name.startswith(f"{module}.")]
         entries = bad_entries(step.batch)
@@ -257,7 +253,7 @@ class _Search:
             rank, shard = (self._elsewhere or {}).get(parameter, (report.rank, ""))
             return replace(
                 report, cause="weights", parameter=parameter, module=module, operation=None, rank=rank, shard=shard,
-                position=-1,
+                position=-1, is_buffer=parameter in dict(self._module.named_buffers()),
             )  # fmt: skip
         if entries:
             return replace(report, cause="batch", entries=entries, operation=None, position=-1)
@@ -293,11 +289,7 @@ class _Search:
     def _run_in_fp32(self, step: KeptBatch) -> tuple[_Run | None, str]:
         """Run the step in fp32, also where the user's code casts to half precision; return a note too. Never raises."""
         try:
-            is_half = any(parameter.dtype in HALF_DTYPES for parameter in self._module.parameters())
-            with ExitStack() as stack:
-                replay = self._replay
-                if replay.gathers_in_half or is_half:
-                    replay = stack.enter_context(closing(TrainingPass(self._trainer, self._module, upcast=True)))
+            with closing(TrainingPass(self._trainer, self._module, upcast=True)) as replay:
                 run = self._traced(replay, Trace(replay.module, BOUNDARY), step, context=None)
                 return run, "".join(replay.notes)
         except Exception as error:
@@ -363,17 +355,10 @@ class _Search:
         It is 0 if the remedy does not work. Never raises.
         """
         scale: float = how.setdefault("scale", settled_scale(self._trainer, self._blank.record.scale))
-        active = None
         try:
-            if rules:
-                device_type = self._trainer.strategy.root_device.type
-                active = Fp32Modules(self._replay.module, rules, device_type, active=True)
-            run = self._run(step, fp32_draws=True, **how)
+            run = self._run(step, rules=rules, fp32_draws=True, **how)
         except Exception:  # a remedy that cannot be run here does not work
             return 0.0
-        finally:
-            if active is not None:
-                active.remove()
         largest = (run.trace.largest_in_half() or 0.0) / scale
         fits = 0.0 if run.is_bad else fitting_scale(largest, spare_bits=0, lowest=-126)
         if not fits or run.loss is None or reference.loss is None:
@@ -384,22 +369,24 @@ class _Search:
         magnitude = (made_by.largest_input if made_by is not None else None) or 0.0
         return fits * (abs(run.loss - reference.loss) <= eps * (32 * abs(reference.loss) + 2 * magnitude))
 
-    def _run(self, step: KeptBatch, *, precision: str = "", loss_in_fp32: bool = False, **how: Any) -> _Run:
-        """Run the step as training does, or in another precision or at another scale."""
+    def _run(
+        self, step: KeptBatch, *, precision: str = "", loss_in_fp32: bool = False, rules: Sequence[str] = (), **how: Any
+    ) -> _Run:
+        """Run the step as training does, or in another precision, at another scale or with modules in fp32."""
         plugin = cast(AmpPrecision, self._trainer.precision_plugin)  # only it says which steps it skips
-        trace = Trace(self._replay.module, BOUNDARY, loss_in_fp32=loss_in_fp32)
-        return self._traced(self._replay, trace, step, context=plugin.forward_context_of(precision), **how)
+        with closing(TrainingPass(self._trainer, self._module)) as replay:
+            if rules:
+                Fp32Modules(replay.module, rules, self._trainer.strategy.root_device.type, active=True)
+            trace = Trace(replay.module, BOUNDARY, loss_in_fp32=loss_in_fp32)
+            return self._traced(replay, trace, step, context=plugin.forward_context_of(precision), **how)
 
     def _traced(self, replay: TrainingPass, trace: Trace, step: KeptBatch, **how: Any) -> _Run:
-        try:
-            loss = replay.run(step.batch, step.batch_idx, random_state=step.random_state, trace=trace, **how)
-            parameters, read = names_of_nonfinite(replay.gradients().items()), trace.read()
-            is_bad = read.bad_loss is not None or bool(parameters)
-            if is_sharded(self._trainer):  # a parameter's gradient may be bad on another rank only
-                is_bad |= any(gradient.bad for gradient in read.gradients)
-            return _Run(read, None if loss is None else float(loss.float().mean()), parameters, is_bad)
-        finally:
-            replay.forget_gradients()
+        loss = replay.run(step.batch, step.batch_idx, random_state=step.random_state, trace=trace, **how)
+        parameters, read = names_of_nonfinite(replay.gradients().items()), trace.read()
+        is_bad = read.bad_loss is not None or bool(parameters)
+        if is_sharded(self._trainer):  # a parameter's gradient may be bad on another rank only
+            is_bad |= any(gradient.bad for gradient in read.gradients)
+        return _Run(read, None if loss is None else float(loss.float().mean()), parameters, is_bad)
 
 
 def origins(trainer: Trainer, found: Sequence[Overflow]) -> list[Overflow]:

@@ -53,6 +53,11 @@ class GradientRow(NamedTuple):
         return self.precision in ("fp16", "") and self.underflow_fraction > 0.1
 
     @property
+    def is_small(self) -> bool:
+        """Return whether more than a tenth of the values become zero or subnormal in fp16."""
+        return self.precision in ("fp16", "") and self.underflow_fraction + self.subnormal_fraction > 0.1
+
+    @property
     def is_too_short(self) -> bool:
         """Return whether the gradient is shorter than its direction explains, by the loss scale at most."""
         return self.cosine > 0.5 and 0.98 / self.scale < self.norm_ratio < 0.7 * self.cosine

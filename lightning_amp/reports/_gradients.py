@@ -159,7 +159,8 @@ def _what(sample: GradientSample, first: GradientRow) -> str:
         why = "`training_step` or `on_after_backward` clips scaled gradients, or divides by the scale like the plugin"
         return f"{text}: {why}" if short is not None else text
     if first.rounds_to_zero:
-        return f"{percent(total.underflow_fraction)} of the gradient rounds to zero"
+        least = "at least " * (total.underflow_fraction < 0.99)  # in its backward, more values may round to zero
+        return f"{least}{percent(total.underflow_fraction)} of the gradient rounds to zero"
     return f"the gradient keeps {bits_kept(total.sqnr_db, total.precision)} of fp32"
 
 

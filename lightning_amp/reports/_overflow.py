@@ -68,6 +68,7 @@ class Overflow:
         shard: The part of a sharded module that has the fault, with its mesh dimension; empty if it is in no single
             part.
         bad_rate: With cause `"learning rate"`: the index of the step that used it, and the learning rate.
+        is_buffer: Whether `parameter` is a buffer.
         position: The place of the fault in the order of the step's operations; a large number if the bad values came
             from another rank.
     """
@@ -95,6 +96,7 @@ class Overflow:
     shard: str = ""
     bad_rate: tuple[int, float] | None = None
     position: int = 0
+    is_buffer: bool = False
 
     @property
     def line(self) -> str:
@@ -270,10 +272,10 @@ def _fix(report: Overflow) -> str:
     if report.bad_rate is not None:
         return f"the schedule; go back to a checkpoint before step {report.bad_rate[0]:,}"
     if report.cause == "weights":
-        return (
-            "go back to a checkpoint in which it is finite, with a lower learning rate if weights had grown; no"
-            " precision helps"
-        )
+        back = "go back to a checkpoint in which it is finite"
+        if report.is_buffer:
+            return f"`restore_buffers=[{report.parameter!r}]`, if a skipped step wrote to it (not tried); and {back}"
+        return f"{back}, with a lower learning rate if weights had grown; no precision helps"
     if report.growth is not None:
         return describe_growth(*report.growth)
     if report.cause == "not reproduced":

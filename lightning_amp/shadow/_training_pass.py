@@ -98,11 +98,6 @@ class TrainingPass:
                 vars(stand_in).update(param_groups=groups)
             self._undo = undo.pop_all()
 
-    @property
-    def gathers_in_half(self) -> bool:
-        """Return whether a sharded module's parameters are gathered in half precision, or cast when gathered."""
-        return self._shadow.exchange is not None and self._shadow.exchange.fsdp.casts
-
     def run(
         self,
         batch: Any,
@@ -114,7 +109,7 @@ class TrainingPass:
         trace: Trace | None = None,
         fp32_draws: bool = False,
     ) -> Tensor | None:
-        """Run one step and its backward, and restore the random generators.
+        """Run one step and its backward, once, and restore the random generators.
 
         Args:
             batch: The batch; the step gets a copy.
@@ -129,8 +124,6 @@ class TrainingPass:
             The unscaled loss; in manual optimization the sum of the losses that had a backward.
         """
         self._factor, self._trace = scale, trace
-        for held in (self._losses, self._stepped, self._unscaled):
-            held.clear()
         shadow, plugin = self._shadow, self._trainer.precision_plugin
         fp8 = plugin.fp8_on(self.module) if isinstance(plugin, AmpPrecision) else nullcontext()
         with (
@@ -170,15 +163,11 @@ class TrainingPass:
             return gradient
         return gradient / self._factor  # not in place, because other code may hold the gradient
 
-    def forget_gradients(self) -> None:
-        """Free the gradients, before another run."""
+    def close(self) -> None:
+        """Free the shadow, and circular references, which would keep its tensors until the next garbage collection."""
         self._stepped.clear()
         for parameter in self.module.parameters():
             parameter.grad = None
-
-    def close(self) -> None:
-        """Free the shadow, and circular references, which would keep its tensors until the next garbage collection."""
-        self.forget_gradients()
         self._undo.close()
         self._trace = None
         for stand_in in self._stand_ins:

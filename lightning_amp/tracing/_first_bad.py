@@ -53,14 +53,21 @@ def first_bad(run: Trace) -> Call | Gradient | None:
 def first_difference(run: Trace, fp32_run: Trace) -> Call | None:
     """Find the first operation of the forward whose result is bad in one run and not in the other.
 
-    A minus infinity counts unless it is there in fp32 too: then it is a mask.
+    A minus infinity counts unless it is there in fp32 too: then it is a mask. If the result is bad because an argument
+    is 0, this may be a quotient by an infinity: then it is the operation that made the infinity.
     """
-    for call in _to_the_loss(run):
-        in_fp32 = fp32_run.by_key.get(call.key)
-        is_fine = run.bad_loss is None or call.kind == "literal"
-        if not (is_fine if in_fp32 is None else call.made.bad <= in_fp32.made.bad):
-            return call
-    return None
+
+    def is_lost(call: Call) -> bool:
+        in_fp32, is_fine = fp32_run.by_key.get(call.key), run.bad_loss is None or call.kind == "literal"
+        return not (is_fine if in_fp32 is None else call.made.bad <= in_fp32.made.bad)
+
+    found = next(filter(is_lost, _to_the_loss(run)), None)
+    calls = [found] if found is not None and found.kind == "zero" else []
+    for one in calls:  # grows meanwhile
+        calls += [taken.maker for taken in one.taken if taken.maker is not None and taken.maker not in calls]
+        if one is not found and one.made.bad and (behind := next(filter(is_lost, _chain(one)), None)) is not None:
+            return behind
+    return found
 
 
 def _to_the_loss(run: Trace) -> list[Call]:
@@ -68,6 +75,11 @@ def _to_the_loss(run: Trace) -> list[Call]:
     last = None if run.bad_loss is None else run.bad_loss.source
     if last is None:
         return [call for call in run.calls if call.made.bad and not call.after_backward]
+    return _chain(last)
+
+
+def _chain(last: Call) -> list[Call]:
+    """Return the operations through which bad values reached the result of an operation, in order."""
     found, queue = {last.number: last}, [last]
     while queue:
         for source in queue.pop().sources:

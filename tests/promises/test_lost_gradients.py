@@ -49,10 +49,6 @@ class Ill(Toy):
         return super().loss(batch) * self.factor
 
 
-class Faint(Ill):
-    factor = 1e-9
-
-
 class TooLarge(Ill):
     factor = 1e8
 
@@ -124,14 +120,41 @@ def test_an_overflow_of_a_large_output_is_cured_before_the_scale_has_settled(cap
     )
 
 
-def test_a_higher_scale(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("factor", [1e-9, 1e-14])
+def test_a_higher_scale(factor: float, caplog: pytest.LogCaptureFixture) -> None:
+    class Faint(Ill):
+        pass
+
+    Faint.factor = factor
     text = words(caplog, lambda: Faint(nn.Identity()), AmpPrecision("fp16", scaler=1.0))
     assert "% of the gradient rounds to zero" in text
     scale = re.search(r"fix: `DynamicLossScaler\(init_scale=(.*)\)` \(tried: works\)", text)
     assert scale is not None
-    assert "max_scale" in scale[1]
+    assert ("max_scale" in scale[1]) == (factor < 1e-9)
     plugin = AmpPrecision("fp16", scaler=eval(f"DynamicLossScaler({scale[1]})"))
     assert "it fits" in words(caplog, lambda: Faint(nn.Identity()), plugin)
+
+
+class Narrow(nn.Module):
+    """Its own backward passes through subnormal numbers. The gradients of all parameters are normal ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.half() * 3e4 * 3e-5
+
+
+class Narrows(Ill):
+    factor = 1e-3
+
+    def __init__(self) -> None:
+        super().__init__(Narrow())
+
+
+def test_values_that_lose_their_bits_inside_get_a_higher_scale(caplog: pytest.LogCaptureFixture) -> None:
+    text = words(caplog, Narrows, AmpPrecision("fp16", scaler=1.0))
+    assert "the gradient keeps" in text
+    scale = re.search(r"fix: `(DynamicLossScaler\(init_scale=.*)` \(tried: works\)", text)
+    assert scale is not None
+    assert "it fits" in words(caplog, Narrows, AmpPrecision("fp16", scaler=eval(scale[1])))
 
 
 def test_a_divisor_of_the_loss(caplog: pytest.LogCaptureFixture) -> None:

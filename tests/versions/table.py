@@ -9,9 +9,8 @@ HEAD = """\
 # Versions
 
 This page shows the results of the whole test suite (`make test-all`) with different versions. `make test-versions`
-makes an environment for each row, runs the suite in it, and writes this page. Each row states the date and the commit
-of its run. The first row has the lower bounds of `pyproject.toml`. The guide lists the
-[limits of older versions](../guide/versions.md).
+makes an environment for each row, runs the suite in it, and writes this page. The first row has the lower
+bounds of `pyproject.toml`. The guide lists the [limits of older versions](../guide/versions.md).
 
 """
 

@@ -110,6 +110,40 @@ def test_a_note_says_to_which_scale_a_remedy_lets_the_loss_scale_fall() -> None:
     assert [record.scale for record in steps.all if record.applied] == [scale]
 
 
+class Queue(Toy):
+    """The keys of a teacher overflow for one batch, and the step writes them to a queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("queue", torch.ones(8))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss = super().loss(batch.clamp(-9, 9)) * (self.queue * self.teacher(batch).float().mean(0)).mean()
+        self.queue.copy_(self.teacher(batch).float().mean(0))
+        return loss
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_replays_do_not_see_what_earlier_ones_wrote(restores: bool) -> None:
+    data = torch.cat(list(batches(6)))
+    data[9] = 1e6  # in batch 2
+    locator, plugin = (
+        OverflowLocator(max_reports=1),
+        AmpPrecision("fp16", restore_buffers=["queue"] * restores, scaler=64.0),
+    )
+    fit(Queue, plugin, torch.utils.data.DataLoader(data, batch_size=4), callbacks=[locator])
+    (report,) = locator.reports
+    assert report.record.index == 2
+    if restores:
+        assert (plugin.num_skipped, report.cause, report.module) == (1, "forward", "teacher")
+        assert dict(report.remedies)['AmpPrecision("bf16")']
+    else:  # the step itself has written to it
+        assert (report.cause, report.parameter, report.is_buffer) == ("weights", "queue", True)
+        assert "fix: `restore_buffers=['queue']`, if a skipped step wrote to it" in str(report)
+        assert "no precision helps" not in str(report)
+
+
 class Unlabelled(Toy):
     """The mean over no labels is NaN, and has finite gradients; the gradients of the other loss overflow at 2**16."""
 

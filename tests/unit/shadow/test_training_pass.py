@@ -71,15 +71,13 @@ def test_an_overridden_backward_runs(is_watched: bool) -> None:
 
     class Probe(L.Callback):
         def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Tensor, batch_idx: int) -> None:
-            twin = TrainingPass(trainer, module)
             for scale in (1.0, 4.0):
-                before = len(calls)
+                twin, before = TrainingPass(trainer, module), len(calls)
                 trace = Trace(module, __file__) if is_watched else None
                 twin.run(batch, batch_idx, context=trainer.precision_plugin.forward_context(), scale=scale, trace=trace)
                 assert len(calls) == before + 1
                 found.append(twin.gradients()["net.0.weight"].clone())
-                twin.forget_gradients()
-            twin.close()
+                twin.close()
 
     found: list[Tensor] = []
     fit(Own(), AmpPrecision("bf16"), callbacks=[Probe()], max_steps=1)

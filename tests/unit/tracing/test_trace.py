@@ -77,6 +77,12 @@ def masked_by_a_logarithm(module: Any, x: Tensor) -> Tensor:
     return torch.softmax(module.body(x).float() + torch.zeros(4, 8).log(), -1).sum()
 
 
+def contrastive(module: Any, x: Tensor) -> Tensor:
+    """The sum overflows, the quotient by it is 0, and its logarithm is what the loss takes."""
+    scores = (module.body(x).half() * 0 + 11.0).exp()
+    return -(scores[:, 0] / scores.sum(1)).log().float().mean()
+
+
 def steep(module: Any, x: Tensor) -> Tensor:
     return torch.sqrt(module.body(x).float().relu() * 0).sum()
 
@@ -113,6 +119,7 @@ def test_the_first_bad_value_of_one_run(loss: Loss, expected: tuple[str, str, st
         (overflows, ("mul", "", "Call")),
         (masked, ("to", "", "Call")),  # the minus infinities of the mask are there in fp32, too
         (swallowed, ("mul", "", "Call")),
+        (contrastive, ("sum", "", "Call")),
     ],
 )
 def test_the_first_difference_of_two_runs(loss: Loss, expected: tuple[str, str, str]) -> None:
