@@ -11,7 +11,7 @@ from support import Manual, Toy, assert_same, batches, fit
 from torch import Tensor, nn
 from zoo.overflows import LargeOutput
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
+from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, ScaleMonitor
 
 
 class Shift(nn.Module):
@@ -224,6 +224,9 @@ def test_a_backward_without_the_scale_is_told_which_one_has_it(
             optimizer.step()
 
     assert advice in words(caplog, Plain, AmpPrecision("fp16"))
+    monitor = ScaleMonitor()
+    fit(Plain, AmpPrecision("fp16"), callbacks=[monitor])
+    assert monitor.history.summary() == "0 of 8 steps skipped; no step used the loss scale"
 
 
 def test_a_difference_that_rounds_is_no_clipping(caplog: pytest.LogCaptureFixture) -> None:
