@@ -205,7 +205,7 @@ class TimeInStep(Case):
 @case(
     "logarithm of 0",
     in_fp32_too=True,
-    names=("batches were checked, and are finite", "own computation; `OverflowLocator` names it"),
+    names=("batches were checked, and are finite", "the metric's own computation (`log` of 0,"),
 )
 class LogOfZero(Case):
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
