@@ -262,7 +262,7 @@ class MetricComparison(Observer):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.table:
-            _messages.info(describe_comparison(self.table.worst_first(), self.report) + self._note)
+            _messages.info(describe_comparison(self.table.last, self.report) + self._note)
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class MetricComparison(Observer):
             self.table.add(row._replace(step=step) for row in rows)
         self._judge(trainer, module, compared, is_new=bool(rows))
         if rows and trainer.state.fn != "fit":
-            _messages.info(describe_comparison(self.table.worst_first(), self.report) + self._note)
+            _messages.info(describe_comparison(self.table.last, self.report) + self._note)
 
     def _check_names(self, trainer: Trainer, module: LightningModule, logged: list[str]) -> None:
         """Raise for names in `tolerance` that the first comparison does not log. All ranks must call this."""

@@ -169,18 +169,21 @@ def lost_in_training(trainer: Trainer, sample: GradientSample, sampler: Gradient
     found = furthest_module(outputs.sums_of_all_ranks(trainer), total.precision)
     if not sample.forward_is_finite and (found is None or found.output_sqnr_db > -math.inf):
         return "no module's output explains it; `OverflowLocator` finds the operation"
-    if found is None:
-        return ""
-    setting = f"`fp32_modules=[{found.module!r}]`"
-    again = sampler.take(total.scale, rules=[found.module])
-    if not _is_cured(again) and scale < total.scale:
-        setting += f" and {_scale_setting(trainer, total.scale, scale)}"
-        again = sampler.take(scale, rules=[found.module])
-    tried = TriedRemedy(setting, _is_cured(again))
-    what, how = str(found._replace(tried=(tried,))).split("\n")
-    explains = tried.works or found.output_sqnr_db < WRONG_DB
-    how = f"{how}{_kept(again)}" if explains else "  fix: `fp32_region()` around code outside of modules (not tried)"
-    return f"{what}\n{how}"
+    what = ""
+    if found is not None:
+        setting = f"`fp32_modules=[{found.module!r}]`"
+        again = sampler.take(total.scale, rules=[found.module])
+        if not _is_cured(again) and scale < total.scale:
+            setting += f" and {_scale_setting(trainer, total.scale, scale)}"
+            again = sampler.take(scale, rules=[found.module])
+        tried = TriedRemedy(setting, _is_cured(again))
+        what, how = str(found._replace(tried=(tried,))).split("\n")
+        if tried.works or found.output_sqnr_db < WRONG_DB:
+            return f"{what}\n{how}{_kept(again)}"
+    again = sampler.take(total.scale, rules=[row.name])  # its own backward may lose it
+    if _is_cured(again):
+        return describe_tried([TriedRemedy(f"`fp32_modules=[{row.name!r}]`", True)]) + _kept(again)
+    return what and f"{what}\n  fix: `fp32_region()` around code outside of modules, or fp32 (not tried)"
 
 
 def _is_cured(sample: GradientSample | None) -> bool:
@@ -208,5 +211,4 @@ def _scale_setting(trainer: Trainer, now: float, scale: float) -> str:
         return f"dividing the loss by {exact(lowest / scale)}"
     if lowest <= scale < now:
         return f"a loss scale of {exact(scale)}, to which it falls by itself"
-    limit = f", max_scale={literal(scale)}" if scale > 2.0**24 else ""
-    return f"`DynamicLossScaler(init_scale={literal(scale)}{limit})`"
+    return f"`DynamicLossScaler(init_scale={literal(scale)}{f', max_scale={literal(scale)}' * (scale > 2.0**24)})`"

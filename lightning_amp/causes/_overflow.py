@@ -104,8 +104,7 @@ def explain(
     This changes nothing. All ranks must call it. All of them run the same number of passes, whatever each of them
     finds. If the key of the cause is in `known`, neither a run in fp32 nor remedies follow.
     """
-    steps = list(window.kept)
-    steps = steps[-min(gather(trainer, len(steps))) :]
+    steps = list(window.kept)[-min(gather(trainer, len(window.kept))) :]
     first, last = window.span
     report = Overflow(
         record=record,
@@ -359,8 +358,7 @@ class _Search:
             run = self._run(step, rules=rules, fp32_draws=True, **how)
         except Exception:  # a remedy that cannot be run here does not work
             return 0.0
-        largest = (run.trace.largest_in_half() or 0.0) / scale
-        fits = 0.0 if run.is_bad else fitting_scale(largest, spare_bits=0, lowest=-126)
+        fits = 0.0 if run.is_bad else fitting_scale((run.trace.largest_in_half() or 0.0) / scale, 0, -126)
         if not fits or run.loss is None or reference.loss is None:
             return fits
         name = how.get("precision") or self._blank.record.precision

@@ -13,12 +13,7 @@ from lightning_amp.scaling import DynamicLossScaler
 
 
 def first_line(
-    plugin: PluginArguments,
-    forwards: Sequence[ForwardContexts],
-    why: str,
-    fp8: Iterable[str],
-    *,
-    resumes: bool = False,
+    plugin: PluginArguments, forwards: Sequence[ForwardContexts], why: str, fp8: Iterable[str], *, resumes: bool = False
 ) -> str:
     """Return the line at the start of a fit, or of a loop of Fabric.
 

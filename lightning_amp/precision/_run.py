@@ -222,21 +222,32 @@ class Run:
         """
         interrupted, log = self.module.trainer.interrupted, self._plugin.records
         with contextlib.suppress(*([Exception] if interrupted else [])):
+            states = () if self.steps is None else self.steps.states.values()
+            is_scaled = any(state.scale is not None for state in states)
             if self.steps is not None:
                 self.steps.release()
                 self.steps.end_round()
             log.flush()
             if not interrupted:
-                self._warn_of_lost_steps(log)
+                self._warn_of_lost_steps(log, is_scaled)
                 self.forward.finish()
 
-    def _warn_of_lost_steps(self, log: RecordLog) -> None:
-        """Say how many steps were skipped, beyond those that lowered the scale, unless a locator has explained them."""
+    def _warn_of_lost_steps(self, log: RecordLog, is_scaled: bool) -> None:
+        """Say how many steps were skipped, beyond those that lowered the scale, unless a locator has explained them.
+
+        If no optimizer stepped and gradients are scaled, weights may have been changed by hand.
+        """
         if self.fitting and log.num_lost and not any(s.cause is not None for s in log.subscriptions):
             _messages.info(
                 f"lightning_amp: {counted(log.num_lost, 'optimizer step')} of {log.num_attempted:,} changed nothing,"
-                " because the loss or a gradient was not finite. Attach `OverflowLocator()`: it names the layer, or the"
-                " data, and what helps."
+                " because the loss or a gradient was not finite; steps that lowered the loss scale do not count. Attach"
+                " `OverflowLocator()`: it names the layer, or the data, and what helps."
+            )
+        if self.fitting and not self._automatic and is_scaled and log.num_attempted == 0:
+            _messages.info(
+                "lightning_amp: no optimizer stepped. The gradients of `manual_backward` are multiplied with the loss"
+                " scale until `optimizer.step()` or `lightning_amp.precision.unscale_`: call one of them before you"
+                " change weights by hand."
             )
 
     def detach(self) -> None:

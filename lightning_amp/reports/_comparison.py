@@ -173,8 +173,8 @@ _NOT_TRIED = "fix: `eval_precision='fp32'` (not tried)"
 
 
 def describe_comparison(rows: Sequence[ComparisonRow], found: LostPrecision | None) -> str:
-    """Sum up a comparison by the metric that differs most, the first row; `found` says what was tried against it."""
-    worst = rows[0]
+    """Sum up a comparison by the metric that differs most; `found` says what was tried against it."""
+    worst, *_ = rows = ComparisonTable(rows).worst_first()  # whatever its tolerance
     text = f"MetricComparison, epoch {worst.epoch}: "
     if all(row.diff == 0 or (math.isnan(row.amp) and math.isnan(row.fp32)) for row in rows):
         broken = [f"`{row.metric}` is {row.fp32:.6g} in both" for row in rows if not math.isfinite(row.fp32)]

@@ -148,7 +148,7 @@ class Overflow:
             batch += f" of {self.window[0]} to {self.window[1]}, which make one step"
         rank = f", rank {self.rank}{self.shard and f', {self.shard}'}" if self.world_size > 1 else ""
         taken = "skipped" if self.record.skipped else "was taken although its loss is not finite"
-        is_before = self.record.skipped or self.cause not in ("forward", "loss")
+        is_before = self.record.skipped or self.cause not in ("forward", "loss", "weights")
         after = "" if is_before else "with the weights after it, "
         lines = [f"Step {self.record.index} {taken} ({batch}{rank}): {after}{_what(self)}"]
         if where := _where(self):
@@ -281,8 +281,8 @@ def _fix(report: Overflow) -> str:
     if report.cause == "not reproduced":
         hooks = "hooks that edit gradients, " if report.record.skipped else "the learning rate, values it mended, "
         return (
-            f"look at {hooks}non-deterministic operations, earlier batches of the window, and counters in the module,"
-            " which the replay finds advanced"
+            f"look at {hooks}non-deterministic operations, earlier batches of the window, later calls of a closure,"
+            " and counters in the module, which the replay finds advanced"
         )
     fixes = [f"{setting} (tried: works)" for setting, works in report.remedies if works]
     if report.fitting_scale is None and not (fixes and _advice_on(report.operation, report.in_fp32) in ("", _SMALLER)):
@@ -317,7 +317,7 @@ _ADVICE = {
     "derivative": "an epsilon in the argument of `{name}`; a `torch.where` behind it does not help",
     "negative": "keep the argument of `{name}` {inside}, by `.clamp` and an epsilon",
     "zero": "an epsilon in the argument of `{name}`",
-    "function": "look at the `backward` of `{name}`: what it divides by, or takes a root or logarithm of",
+    "function": "look at the `backward` of `{name}`: what overflows in it, and each quotient, root or logarithm",
     "huge": "find out where {largest_input} comes from: an outlier in the data, or weights that grow",
     _SMALLER: "smaller inputs of that line, such as a normalisation before it",
     "unknown": "the loss in fp32, and an epsilon under roots, logarithms and quotients",

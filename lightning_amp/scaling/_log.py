@@ -109,12 +109,7 @@ class RecordLog:
     """
 
     def __init__(
-        self,
-        limit: int = 64,
-        *,
-        block: int = 64,
-        describe_skips: Callable[[], str] = str,
-        has_callbacks: bool = True,
+        self, limit: int = 64, *, block: int = 64, describe_skips: Callable[[], str] = str, has_callbacks: bool = True
     ) -> None:
         self.limit, self.precision = limit, ""
         self.subscriptions: list[Subscription] = []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp._compat._names import LightningModule, Trainer, is_overridden
+from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp.casting import Fp32Modules, our_name
 from lightning_amp.findings import TOTAL, GradientRow, GradientSample
 from lightning_amp.numerics import (
@@ -44,6 +44,7 @@ class _Run(NamedTuple):
     gradients: dict[str, Tensor]
     trace: Trace
     loss: Tensor | None
+    is_edited: bool
 
 
 @final
@@ -122,7 +123,7 @@ class GradientSampler:
         amp = self._run(outputs, scale, rules)
         # a loss that is not finite in fp32 either may have finite gradients
         finite, fp32_finite = (one.loss is None or bool(torch.isfinite(one.loss).all()) for one in (amp, fp32))
-        may_clip = not self._module.automatic_optimization or is_overridden("on_after_backward", self._module)
+        may_clip = amp.is_edited or not self._module.automatic_optimization
         sample = sample._replace(forward_is_finite=finite or not fp32_finite, may_clip=may_clip)
         rows = {row_of[name] for name in fp32.gradients}
         # of each operation the first gradient that is not cast: a loss that casts its inputs gets it in float32
@@ -160,7 +161,7 @@ class GradientSampler:
             loss = one.run(
                 self._batch, self._batch_idx, context=context, scale=scale, trace=trace, fp32_draws=not in_fp32
             )
-            return _Run(one.gradients(), trace, loss)
+            return _Run(one.gradients(), trace, loss, one.is_edited)
 
 
 def precision_of(trainer: Trainer) -> str:

@@ -43,6 +43,7 @@ class TrainingPass:
 
     Attributes:
         notes: A sentence if a run in fp32 left out casts to half precision.
+        is_edited: Whether `on_after_backward` changed gradients.
 
     Cost: building it copies the parameters, buffers and attributes. Running it is one forward and one backward.
     """
@@ -51,7 +52,7 @@ class TrainingPass:
         self._trainer = trainer
         self._device_type = trainer.strategy.root_device.type
         self._automatic = module.automatic_optimization
-        self._factor, self.notes = 1.0, list[str]()
+        self._factor, self.notes, self.is_edited = 1.0, list[str](), False
         self._losses: list[Tensor] = []
         self._stepped: dict[nn.Parameter, Tensor] = {}  # true gradients
         self._unscaled: dict[nn.Parameter, Tensor] = {}  # gradients that are true, as long as they are the parameter's
@@ -191,7 +192,12 @@ class TrainingPass:
                 watching.enter_context(self._trace.in_backward())
             run(*args, **kwargs)
         if is_overridden("on_after_backward", self.module):  # it may clip, as `training_step` may
+            before = self._sizes()
             self._shadow.call("on_after_backward")
+            self.is_edited |= before != self._sizes()
+
+    def _sizes(self) -> list[float]:
+        return [float(dense(p.grad).float().norm()) for p in self.module.parameters() if p.grad is not None]
 
     def _scaled(self, outputs: Any) -> Any:
         """Multiply losses by the scale, and true gradients, because the next backward adds to them at the scale."""

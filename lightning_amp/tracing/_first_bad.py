@@ -98,10 +98,8 @@ def is_received(found: Call | Gradient, run: Trace) -> bool:
     """Return whether the first bad values came from another rank, by a collective operation."""
     if isinstance(found, Call):
         return found.is_collective and not found.sources
-    if found.arrived.bad:
-        return False
     inside = [call for call in run.calls if call.in_backward and call.made.bad and not call.sources][:1]
-    return any(call.is_collective for call in (found.call, *inside))
+    return not found.arrived.bad and any(call.is_collective for call in (found.call, *inside))
 
 
 def maker_module(call: Call) -> str | None:

@@ -142,6 +142,36 @@ class Narrow(nn.Module):
         return x.half() * 3e4 * 3e-5
 
 
+class CoarseWeight(torch.autograd.Function):
+    """Multiplies by a weight, and loses the gradient of the weight in half precision."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        large = 4096 * gradient.abs().max()
+        return gradient * weight.to(x.dtype), (gradient * x + large - large).sum(0).to(weight.dtype)
+
+
+class Coarse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_half = torch.is_autocast_enabled("cpu")  # whatever the modules before it are in
+        return CoarseWeight.apply(x.half() if is_half else x.float(), self.weight)
+
+
+def test_a_module_that_loses_its_own_gradient_only_is_tried(caplog: pytest.LogCaptureFixture) -> None:
+    text = words(caplog, lambda: Ill(Coarse()), AmpPrecision("fp16", scaler=DynamicLossScaler(1024.0)))
+    assert "`net.2` 0 of 11 bits\n  fix: `fp32_modules=['net.2']` (tried: works)" in text
+
+
 class Narrows(Ill):
     factor = 1e-3
 

@@ -36,6 +36,7 @@ from support.promises import DIFFERS, OPTIMIZERS, PLAIN_AND_FUSED, Plugins, fuse
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision
+from lightning_amp.precision import unscale_
 
 
 class Two(L.LightningModule):
@@ -541,3 +542,24 @@ def test_a_skip_of_one_optimizer_leaves_the_graph_of_the_other_alone(precision: 
     fit(lambda: module, plugin)
     assert (plugin.num_skipped, plugin.num_steps) == (1, 2 * len(batches()) - 1)
     assert max(module.hooked) < 10, "a hook of a fused optimizer sees true gradients"
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_weights_that_are_changed_by_hand_with_scaled_gradients_are_noticed(
+    unscales: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class ByHand(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            if unscales:
+                unscale_(self.trainer, self.optimizers())
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.sub_(1e-6 * parameter.grad)
+            self.zero_grad()
+
+    with caplog.at_level("INFO"):
+        fit(ByHand, AmpPrecision("fp16"))
+    assert ("no optimizer stepped. The gradients of" in caplog.text) is not unscales
+    fit(ByHand, AmpPrecision("bf16"))
+    assert caplog.text.count("no optimizer stepped") == (not unscales)

@@ -265,6 +265,26 @@ class UnscaledInTheHook(InTheHook):
     unscales = True
 
 
+class Short(Toy):
+    """Its gradients are a sum of values that bfloat16 rounds down, so that they are shorter than in fp32."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        out = self.net(batch)
+        return super().loss(batch) + (0 if out.dtype == torch.float32 else -0.6) * super().loss(batch)
+
+    def on_after_backward(self) -> None:
+        assert all(p.grad.isfinite().all() for p in self.parameters())
+
+
+@pytest.mark.parametrize("plugin", [fp16, lambda: AmpPrecision("bf16")])
+def test_a_hook_that_only_reads_is_not_blamed(plugin: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        fit(Short, plugin(), callbacks=[GradientMonitor(2)])
+    (text,) = (m for m in caplog.messages if m.startswith("GradientMonitor"))
+    assert "the gradient keeps 0 of " in text
+    assert "clips scaled gradients" not in text
+
+
 @pytest.mark.parametrize("module", [Clips, ByValue, OneOfTwo, InTheHook])
 def test_clipping_of_scaled_gradients_is_named_with_its_cure(module: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):

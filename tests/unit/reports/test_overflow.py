@@ -182,4 +182,6 @@ def test_an_input_as_large_as_the_result_is_named() -> None:
 def test_weights_that_grow_explain_a_step_whose_cause_no_replay_shows() -> None:
     taken = replace(REPORT, record=replace(RECORD, skipped=False), cause="not reproduced", operation=None)
     assert "fix: look at the learning rate" in str(taken)
+    made_by_it = replace(taken, cause="weights", parameter="net.weight")
+    assert "with the weights after it, `net.weight` is not finite" in str(made_by_it)
     assert "fix: a lower learning rate" in str(replace(taken, growth=("largest", 1.0, 1e25)))

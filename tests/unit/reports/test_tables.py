@@ -113,6 +113,10 @@ def test_the_printed_tables() -> None:
         texts[f"{value} in both"] = describe_comparison(rows, None)
     assert_approved("metric_comparison", texts)
     assert worst.exceeding().startswith("`m3`: AMP")
+    two = ComparisonTable(
+        [ComparisonRow.of(0, 0, *one) for one in (("a", 1.1, 1.0), ("b", 2.0, 1.0))], tolerance={"a": 0.01}
+    )
+    assert "`b` differs most" in describe_comparison(two.worst_first(), None)
     assert len(many_comparisons().to_text(None).splitlines()) == 21
     for wrong in (0, True, "3", 1.5):
         with pytest.raises(ValueError, match="`max_rows` must be an integer of 1 or more, or `None` for all rows; got"):
