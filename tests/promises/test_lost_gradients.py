@@ -163,7 +163,7 @@ class Coarse(nn.Module):
         self.weight = nn.Parameter(torch.ones(16))
 
     def forward(self, x: Tensor) -> Tensor:
-        is_half = torch.is_autocast_enabled("cpu")  # whatever the modules before it are in
+        is_half = torch.is_autocast_enabled(x.device.type)  # whatever the modules before it are in
         return CoarseWeight.apply(x.half() if is_half else x.float(), self.weight)
 
 
