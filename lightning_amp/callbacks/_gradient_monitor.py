@@ -98,7 +98,7 @@ class GradientMonitor(Observer):
 
     Cost: a sample takes one more step forward and backward, one in fp32, and some passes over both gradients. On a CPU
     this is as much as four to eight training steps. It takes the memory of one more set of parameters and two of
-    gradients, and waits for the device. A lost gradient takes up to two more samples, for at most eight causes in a
+    gradients, and waits for the device. A lost gradient takes up to six more samples, for at most eight causes in a
     run. Between samples there is no cost, and a fused optimizer still unscales, clips and steps in one pass. Up to the
     first applied step, the count of steps is read back. Do not sample every step.
     """

@@ -222,6 +222,6 @@ class _ScalerWatch:
         for scale in torch.stack(pending).tolist() if pending else ():
             last, fell = self._history.last, scale < self._last_scale
             index = 0 if last is None else last.index + 1
-            why = "gradient" if fell else "none"
-            self._history.extend([StepRecord(index, 0, self._last_scale, scale, fell, why, "fp16")])
+            reason = "gradient" if fell else "none"
+            self._history.extend([StepRecord(index, 0, self._last_scale, scale, fell, reason, "fp16")])
             self._last_scale = scale

@@ -136,7 +136,8 @@ def lost_in_training(trainer: Trainer, sample: GradientSample, sampler: Gradient
     """Try one setting against the lost gradient of a sample, and say whether it helps. All ranks must call this.
 
     In fp16 it tries another loss scale, if there is one that fits better. If that does not help, and no value rounds to
-    zero or overflows in the backward alone, it tries the module that loses most of the forward in fp32.
+    zero or overflows in the backward alone, it tries the module that loses most of the forward in fp32, and then the
+    module of the first lost gradient.
 
     Args:
         trainer: The trainer, at the start of the sampled batch.
@@ -144,7 +145,7 @@ def lost_in_training(trainer: Trainer, sample: GradientSample, sampler: Gradient
         sampler: Took the sample, and takes others.
         fitting_scale: The scale at which all gradients so far fit into fp16.
 
-    Cost: two or three steps in each precision.
+    Cost: two to seven steps in each precision.
     """
     row, total = sample.bad()[0], sample.rows[-1]
     overflows = math.isnan(total.sqnr_db)
@@ -180,7 +181,8 @@ def lost_in_training(trainer: Trainer, sample: GradientSample, sampler: Gradient
         what, how = str(found._replace(tried=(tried,))).split("\n")
         if tried.works or found.output_sqnr_db < WRONG_DB:
             return f"{what}\n{how}{_kept(again)}"
-    again = sampler.take(total.scale, rules=[row.name])  # its own backward may lose it
+    is_other = found is None or found.module != row.name  # its own backward may lose the gradient
+    again = sampler.take(total.scale, rules=[row.name]) if is_other else None
     if _is_cured(again):
         return describe_tried([TriedRemedy(f"`fp32_modules=[{row.name!r}]`", True)]) + _kept(again)
     return what and f"{what}\n  fix: `fp32_region()` around code outside of modules, or fp32 (not tried)"

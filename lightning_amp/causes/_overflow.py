@@ -332,7 +332,7 @@ class _Search:
         for key, plan in gather(self._trainer, (mine, trials or [])):
             plans.setdefault(key, plan)
         for key, plan in plans.items():
-            tried, has_worked, falls = list[TriedRemedy](), set[str](), ""
+            tried, has_worked, also = list[TriedRemedy](), set[str](), ""
             for setting, how in plan:
                 if not has_worked.isdisjoint(how):  # such as more modules than are needed
                     continue
@@ -340,11 +340,11 @@ class _Search:
                     works = self._works(step, reference, **how)
                 works, now = min(gather(self._trainer, works if key == mine else math.inf)), self._blank.record.scale
                 if 1 <= works < now and how.keys() & {"rules", "loss_in_fp32"}:
-                    falls = f"with {setting.partition(', with')[0]}, steps are skipped down to the scale {exact(works)}"
+                    also = f"with {setting.partition(', with')[0]}, steps are skipped until the scale is {exact(works)}"
                 tried.append(TriedRemedy(setting, works > 0))
                 has_worked |= set(how) if works else set()
             if key == mine:
-                note = "; ".join(filter(None, (report.note, falls)))
+                note = "; ".join(filter(None, (report.note, also)))
                 report = replace(report, remedies=tuple(tried), note=note)
         return report
 

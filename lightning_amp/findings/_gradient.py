@@ -74,7 +74,7 @@ class GradientSample(NamedTuple):
     Attributes:
         rows: The rows of the table; the last row is about all gradients.
         order: Names of the rows in the order of the backward.
-        forward_is_finite: Whether the loss was finite in mixed precision.
+        forward_is_finite: Whether the loss was finite in mixed precision, or not finite in fp32 either.
         may_clip: Whether `training_step` (in manual optimization) or `on_after_backward` may change the gradients.
 
     """

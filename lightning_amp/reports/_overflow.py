@@ -192,9 +192,8 @@ def _what(report: Overflow) -> str:
     if report.fitting_scale is not None or _leaves_range(report):
         return f"{precision} overflow {part}{loss}"
     value = _VALUES["" if operation is None else operation.result]
-    is_taken = report.in_fp32 == "finite gradients"
-    too = ", in fp32 too" + ", which takes this step because its gradients are finite" * is_taken
-    also = {"": "", "finite": f", in {precision} only"}.get(report.in_fp32, too)
+    also = {"": "", "finite": f", in {precision} only"}.get(report.in_fp32, ", in fp32 too")
+    also += ", which takes this step because its gradients are finite" * (report.in_fp32 == "finite gradients")
     return f"{value} {part}{also}{loss}"
 
 

@@ -93,8 +93,8 @@ def fp32_modules_dominate(step: Step, machine: Machine, decision: Decision) -> F
     share = sum(found.values()) / max(step.recorded.forward_flops, 1)
     if share < 0.1:
         return None
-    most = found.most_common(1)[0][0]
-    text = f"`fp32_modules` keeps {percent(share)} of the FLOPs of the forward in fp32, most of them in `{most}`."
+    largest = found.most_common(1)[0][0]
+    text = f"`fp32_modules` keeps {percent(share)} of the FLOPs of the forward in fp32, most of them in `{largest}`."
     action = "Name fewer modules: `find_fp32_modules` searches for a small set that keeps the gradients."
     return Finding(graded(share, 0.5), "fp32-modules-dominate", text, _where(step, machine) + action, share)
 

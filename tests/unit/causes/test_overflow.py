@@ -98,7 +98,7 @@ def test_a_remedy_is_tried_at_the_scale_that_the_run_would_have() -> None:
         fit(LargeOutput, AmpPrecision("fp16", scaler=scaler), batches(1), callbacks=[locator])
         (report,) = locator.reports
         assert dict(report.remedies)['fp32_modules=["net.0"]'] is works
-        assert ('note: with fp32_modules=["net.0"], steps are skipped down to the scale ' in str(report)) is works
+        assert ('note: with fp32_modules=["net.0"], steps are skipped until the scale is ' in str(report)) is works
 
 
 def test_a_note_says_to_which_scale_a_remedy_lets_the_loss_scale_fall() -> None:
