@@ -135,9 +135,9 @@ def _is_gone(value: float, fp32: float, amp: float) -> bool:
 def lost_in_training(trainer: Trainer, sample: GradientSample, sampler: GradientSampler, fitting_scale: float) -> str:
     """Try one setting against the lost gradient of a sample, and say whether it helps. All ranks must call this.
 
-    In fp16 it tries another loss scale, if there is one that fits better. If that does not help, and no value rounds to
-    zero or overflows in the backward alone, it tries the module that loses most of the forward in fp32, and then the
-    module of the first lost gradient.
+    In fp16 it tries another loss scale, if there is one that fits better. If that does not help, it tries the module
+    that loses most of the forward in fp32, and then the module of the first lost gradient. It tries no module if values
+    round to zero or overflow in the backward alone.
 
     Args:
         trainer: The trainer, at the start of the sampled batch.
