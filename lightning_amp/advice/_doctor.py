@@ -92,7 +92,7 @@ def doctor(
         TypeError: If a factory returns an object of another type.
         Exception: Any exception of the user's own code.
 
-    Cost: 5 to 30 s for the machine. For a module, at most a minute in addition to its own steps (about 150). Each
+    Cost: 5 to 30 s for the machine. For a module, at most a minute in addition to its own steps (30 to 350). Each
     variant needs a copy of the module, up to four in all, and only the one that trains is on the device. A variant that
     does not fit into memory is left out, and the report mentions it.
 

@@ -40,7 +40,7 @@ The verdict names the cause of a problem. It is *OURS* if `AmpPrecision` fails o
 plugin. It is *autocast* if both fail in the same way, and *Lightning's plugin* if only Lightning's plugin fails or is
 less exact.
 """
-BY_WEIGHT = (WRONG, OURS, AUTOCASTS, STOCKS, NOTE)
+BY_WEIGHT = (WRONG, OURS, AUTOCASTS, STOCKS)
 HEAD = ("project", "bf16 gradient error", "fp16 gradient error", "fp16 applied steps", "verdict")
 
 
@@ -103,8 +103,7 @@ def summary(results: list[Result]) -> str:
             (OURS, "with something that is ours"),
             (AUTOCASTS, "where autocast fails"),
             (STOCKS, "where only Lightning's own plugin fails or is less exact"),
-            (NOTE, "with a remark"),
-            ("ok", "without a remark"),
+            ("ok", "where nothing fails"),
         )
         if kinds[kind]
     )

@@ -34,6 +34,6 @@ def run(setting: Setting) -> Outcome:
 CLAIM = Claim(
     "bf16 trains 1.3 times as fast on a GPU",
     AMP_RECIPE,
-    "Steps of a GPT in bf16 against strict fp32.",
+    "Steps of the larger GPT in bf16 against strict fp32.",
     run,
 )

@@ -23,6 +23,6 @@ def run(setting: Setting) -> Outcome:
 CLAIM = Claim(
     "On a CPU bf16 is faster than fp16",
     AMP_DOCS,
-    "Steps of a GPT on the CPU, bf16 against fp16; threshold 1.05.",
+    "Steps of the small GPT on the CPU, bf16 against fp16; threshold 1.05.",
     run,
 )
