@@ -167,18 +167,15 @@ def compiled_backward_without_autocast() -> Generator[None]:
     """Let `torch.compile` trace backwards outside autocast inside, as in eager mode.
 
     By default the compiled backward runs under the forward's autocast, so gradients of fp32 regions are half precision
-    (pytorch/pytorch#153044). The switch is private, and torch 2.8 does not have it. Remove when its default changes.
+    (pytorch/pytorch#153044). The switch is private. Remove when its default changes.
     """
     from torch._functorch import config
 
-    before = getattr(config, "backward_pass_autocast", None)
-    if before is not None:
-        config.backward_pass_autocast = "off"
+    before, config.backward_pass_autocast = config.backward_pass_autocast, "off"
     try:
         yield
     finally:
-        if before is not None:
-            config.backward_pass_autocast = before
+        config.backward_pass_autocast = before
 
 
 # --- torch: torch.func ---

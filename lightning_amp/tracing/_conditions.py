@@ -67,7 +67,7 @@ def paired_random(device_type: str, start: RandomState | None = None) -> Generat
 def fp32_switches() -> tuple[Any, ...]:
     """Return the objects with an `fp32_precision`: matrix products, convolutions and recurrent layers, by library."""
     backends: Any = torch.backends
-    return _older_fp32_switches() or (
+    return (
         backends.cuda.matmul,
         backends.cudnn.conv,
         backends.cudnn.rnn,
@@ -79,9 +79,8 @@ def fp32_switches() -> tuple[Any, ...]:
 
 def reduces_fp32(device_type: str) -> bool:
     """Return whether torch may compute fp32 matrix products on this type of device in TF32 or bf16 now."""
-    switches = _older_fp32_switches()
     backends: Any = torch.backends
-    switch = switches[0] if switches else (backends.mkldnn if device_type == "cpu" else backends.cuda).matmul
+    switch = (backends.mkldnn if device_type == "cpu" else backends.cuda).matmul
     return switch.fp32_precision not in ("ieee", "none")
 
 
@@ -104,37 +103,3 @@ def full_precision(device_type: str) -> Generator[None]:
             switch.fp32_precision = "none"
             if switch.fp32_precision != precision:
                 switch.fp32_precision = precision
-
-
-# Remove when torch 2.9, which has `fp32_precision`, is the oldest supported.
-def _older_fp32_switches() -> tuple[Any, ...]:
-    """Return substitutes for the switches `fp32_precision` up to torch 2.8, and nothing from torch 2.9 on."""
-    return () if hasattr(torch.backends, "fp32_precision") else (_OlderMatmul(), _OlderCudnn())
-
-
-@final
-class _OlderMatmul:
-    """`torch.set_float32_matmul_precision` as a switch, for cuBLAS and, with "medium", oneDNN."""
-
-    @property
-    def fp32_precision(self) -> str:
-        precision = torch.get_float32_matmul_precision()
-        return "ieee" if precision == "highest" else precision
-
-    @fp32_precision.setter
-    def fp32_precision(self, precision: str) -> None:
-        words = {"ieee": "highest", "none": "highest", "tf32": "high"}
-        torch.set_float32_matmul_precision(words.get(precision, precision))
-
-
-@final
-class _OlderCudnn:
-    """`torch.backends.cudnn.allow_tf32`, for convolutions and recurrent layers, as a switch."""
-
-    @property
-    def fp32_precision(self) -> str:
-        return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
-
-    @fp32_precision.setter
-    def fp32_precision(self, precision: str) -> None:
-        torch.backends.cudnn.allow_tf32 = precision == "tf32"
