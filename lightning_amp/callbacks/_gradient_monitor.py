@@ -145,6 +145,7 @@ class GradientMonitor(Observer):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         reason = no_mixed_precision(trainer) or why_not_twice(trainer, pl_module, "training_step", against_fp32=True)
         self._runs = not self._stand_aside(reason)
+        self._first_scale = _scale(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -207,7 +208,9 @@ class GradientMonitor(Observer):
 
     def _judge(self, trainer: Trainer, sample: GradientSample, sampler: GradientSampler) -> None:
         """Try a setting against a new fault of the sample, and keep the words for the end of the fit."""
-        bad, found, scale, total = sample.bad(), "", fitting_scale(self._largest, highest=96), sample.rows[-1]
+        bad, found, total = sample.bad(), "", sample.rows[-1]
+        fell = 1 != total.scale < self._first_scale  # because gradients of other batches overflowed
+        scale = min(fitting_scale(self._largest, highest=96), total.scale if fell else math.inf)
         if bad and sample.too_short is None and math.isfinite(total.largest):
             # if the backward overflows, another scale may fit by now
             fitting = scale if math.isnan(total.sqnr_db) and sample.forward_is_finite else None
@@ -215,7 +218,7 @@ class GradientMonitor(Observer):
             if key not in self._found and len(self._found) < _MAX_CAUSES:
                 self._found[key] = lost_in_training(trainer, sample, sampler, scale)
             found = self._found.get(key, "")
-        verdict = describe_gradient(sample, self.recommended_scale, found, self.table.last)
+        verdict = describe_gradient(sample, None if fell else self.recommended_scale, found, self.table.last)
         is_sure = bool(self.table and GradientSample(self.table.last).too_short and sample.too_short)
         if is_sure and self._is_news("length"):  # the whole run is lost: do not wait for its end
             _messages.info(verdict)

@@ -194,7 +194,7 @@ class OverflowLocator(Observer):
         fell = "skipped while the scale settled, which is how dynamic scaling works"
         if self._plugin is not None and 2 * self._num_harmless > self._plugin.num_steps + self._plugin.num_skipped > 8:
             fell = "skipped while the scale fell, most of the fit. If a longer fit goes on so, the loss is too large"
-        counts = {fell: self._num_harmless, "more skipped for a cause that was reported": self._num_repeated}
+        counts = {fell: self._num_harmless, "more skipped like a reported one, and not looked into": self._num_repeated}
         if parts := [f"{counted(number, 'step')} {why}" for why, number in counts.items() if number]:
             _messages.info(f"OverflowLocator: {'; '.join(parts)}.")
         growth = weight_growth(trainer, pl_module, self._weights)

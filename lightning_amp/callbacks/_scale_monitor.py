@@ -52,14 +52,14 @@ class ScaleMonitor(Observer):
     At the end of fit one line sums up: `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 2**10`.
 
     With :class:`~lightning_amp.AmpPrecision` the monitor reads the plugin's records, which are exact, in every
-    precision. With Lightning's own `MixedPrecision` or `FSDPPrecision` it watches their `GradScaler`, and counts each
-    fall of the scale as a skip. It misses a skip that does not lower the scale. With any other plugin it logs one line
-    and does nothing.
+    precision. With Lightning's own `MixedPrecision` or `FSDPPrecision` it reads their `GradScaler` after each batch,
+    and counts each fall of the scale as a skip. It misses a skip that does not lower the scale. With any other plugin
+    it logs one line and does nothing.
 
     Args:
         log_every_n_steps: Optimizer steps between two log points; `None` takes the Trainer's `log_every_n_steps`.
-        warn_below: Warns once when the scale falls below this number. `None` never warns. Below the default, 1.0,
-            scaling makes gradients smaller instead of larger.
+        warn_below: Warns once when the scale falls below this number, or below its start if that is less. `None` never
+            warns. Below the default, 1.0, scaling makes gradients smaller instead of larger.
         dirpath: Folder for `scale_history.csv`, or its URL (`"s3://bucket/run"`, as Lightning's callbacks take it). The
             whole file is written with every checkpoint and at the end of fit. A resumed run continues it, and a killed
             run leaves the history up to its last checkpoint. `None` writes no file. If it cannot be written, the
@@ -131,7 +131,7 @@ class ScaleMonitor(Observer):
         if self._steps_seen == before:
             return
         if self._watch is not None:
-            self._watch.observe()
+            self._watch.observe(self._steps_seen - before)
         if is_log_point(trainer, before, self.log_every_n_steps):
             self._report(trainer, is_log_point=True)
 
@@ -192,9 +192,10 @@ class ScaleMonitor(Observer):
         if is_log_point or values != self._logged:
             log_metrics(trainer, values)
         self._logged = values
-        if self.warn_below is not None and scale < self.warn_below and self._is_news("scale"):
+        least = min(self.warn_below or 0.0, next(iter(self.history)).scale)  # a run may start below
+        if scale < least and self._is_news("scale"):
             _messages.warn(
-                f"The loss scale fell to {exact(scale)}, below {exact(self.warn_below)} ({self.history.summary()})."
+                f"The loss scale fell to {exact(scale)}, below {exact(least)} ({self.history.summary()})."
                 " `OverflowLocator` finds the operation, and says whether fp32 overflows too. If it does not, use"
                 " 'bf16', which has the range of fp32 and needs no loss scale."
             )
@@ -207,21 +208,24 @@ class ScaleMonitor(Observer):
 
 @final
 class _ScalerWatch:
-    """Notes the scale of another plugin's scaler after each step without waiting, and reads the notes in blocks."""
+    """Notes the scale of another plugin's scaler after each batch without waiting, and reads the notes in blocks."""
 
     def __init__(self, scaler: torch.amp.GradScaler, history: ScaleHistory) -> None:
         self._scaler, self._history = scaler, history
         self._last_scale = scaler.get_scale()
-        self._pending: list[Tensor] = []
+        self._pending: list[tuple[Tensor, int]] = []
 
-    def observe(self) -> None:
-        self._pending.append(_torch.scale_tensor(self._scaler).clone())
+    def observe(self, num_steps: int) -> None:
+        self._pending.append((_torch.scale_tensor(self._scaler).clone(), num_steps))
 
     def read(self) -> None:
         pending, self._pending = self._pending, []
-        for scale in torch.stack(pending).tolist() if pending else ():
-            last, fell = self._history.last, scale < self._last_scale
-            index = 0 if last is None else last.index + 1
-            reason = "gradient" if fell else "none"
-            self._history.extend([StepRecord(index, 0, self._last_scale, scale, fell, reason, "fp16")])
-            self._last_scale = scale
+        scales = torch.stack([scale for scale, _ in pending]).tolist() if pending else ()
+        for scale, (_, num_steps) in zip(scales, pending, strict=False):
+            for left in reversed(range(num_steps)):  # each step of a batch may have lowered the scale
+                last, before = self._history.last, self._last_scale
+                after = max(before * self._scaler.get_backoff_factor(), scale) if left else scale
+                reason = "gradient" if after < before else "none"
+                index = 0 if last is None else last.index + 1
+                self._history.extend([StepRecord(index, 0, before, after, after < before, reason, "fp16")])
+                self._last_scale = after

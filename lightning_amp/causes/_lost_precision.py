@@ -162,7 +162,7 @@ def lost_in_training(trainer: Trainer, sample: GradientSample, sampler: Gradient
         if _is_cured(again) or is_certain:
             return describe_tried([TriedRemedy(setting, _is_cured(again))]) + _kept(again)
     elif is_certain:
-        return ""
+        return "`OverflowLocator` finds the operation" * overflows
     outputs = OutputComparison(inputs=True)
     # a scale that has not settled would overflow in the backward
     scale = min(total.scale, fitting_scale) if total.precision == "fp16" else total.scale
@@ -208,9 +208,8 @@ def settled_scale(trainer: Trainer, now: float) -> float:
 
 
 def _scale_setting(trainer: Trainer, now: float, scale: float) -> str:
-    lowest = settled_scale(trainer, now)
     if scale < 1:  # dividing the loss has the same effect, and keeps the loss scale away from its limits
-        return f"dividing the loss by {exact(lowest / scale)}"
-    if lowest <= scale < now:
+        return f"dividing the loss by {exact(max(now, settled_scale(trainer, now)) / scale)}"
+    if settled_scale(trainer, now) <= scale < now:
         return f"a loss scale of {exact(scale)}, to which it falls by itself"
     return f"`DynamicLossScaler(init_scale={literal(scale)}{f', max_scale={literal(scale)}' * (scale > 2.0**24)})`"

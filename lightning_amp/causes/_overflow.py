@@ -1,4 +1,4 @@
-"""Find out why a step was skipped: run its batches again, also in fp32, and try at most three remedies."""
+"""Find out why a step was skipped: run its batches again, also in fp32, and try at most three kinds of remedies."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lightning_amp.causes._lost_precision import settled_scale
 from lightning_amp.causes._nonfinite import bad_shards
 from lightning_amp.findings import StepRecord, TriedRemedy
 from lightning_amp.numerics import (
+    FP16_LARGEST,
     dense,
     extremes,
     fitting_scale,
@@ -55,8 +56,8 @@ from lightning_amp.tracing import (
     taking_modules,
 )
 
-_SCALES = (1.0, 2.0**-20)
-"""Loss scales at which a finite forward runs again; at the second one every gradient fits that is finite at all."""
+_SCALES = (1.0, 2.0**-10, 2.0**-20)
+"""Loss scales at which a finite forward runs again; at the last one every gradient fits that is finite at all."""
 _GROWN = ("typical", 30.0, 0.1), ("largest", 100.0, 1.0)
 """Weights, how many times their start they grow in a run that diverges, and the least start to count from."""
 RECEIVED = 2**62
@@ -191,7 +192,7 @@ class _Search:
                 with together(self._trainer, agree=True):
                     lower = self._run(step, scale=scale)
                 if is_scale and not lower.is_bad:
-                    report = self._fits(report, lower, scale)
+                    report = self._fits(report, lower, step, scale)
                     trials = [] if report.is_harmless else [self._lower_scale(report), *self._bf16()]
         is_late = is_new and not is_early and report.fitting_scale is None
         late = self._in_fp32(report, run, step, is_wanted=is_late)
@@ -250,19 +251,27 @@ class _Search:
         if near or (bad and not entries):
             parameter = (near or bad)[0]
             rank, shard = (self._elsewhere or {}).get(parameter, (report.rank, ""))
+            by_hand = "code that changes weights by hand must call `unscale_` before, because gradients are scaled"
+            note = report.note if self._module.automatic_optimization or not report.scale_is else by_hand
             return replace(
                 report, cause="weights", parameter=parameter, module=module, operation=None, rank=rank, shard=shard,
-                position=-1, is_buffer=parameter in dict(self._module.named_buffers()),
+                position=-1, is_buffer=parameter in dict(self._module.named_buffers()), note=note,
             )  # fmt: skip
         if entries:
             return replace(report, cause="batch", entries=entries, operation=None, position=-1)
         return report if report.operation is None else replace(report, position=RECEIVED)
 
-    def _fits(self, report: Overflow, run: _Run, scale: float) -> Overflow:
-        """Name the loss scale at which the largest gradient of a finite run fits."""
-        largest = (run.trace.largest_in_half() or 0.0) / scale
+    def _fits(self, report: Overflow, run: _Run, step: KeptBatch, scale: float) -> Overflow:
+        """Name the loss scale at which the largest gradient of a finite run fits, and where gradients become larger."""
+        largest, now = (run.trace.largest_in_half() or 0.0) / scale, self._blank.record.scale
         fitting = fitting_scale(largest, spare_bits=0, lowest=-126) if largest else scale
-        return replace(report, fitting_scale=min(fitting, self._blank.record.scale / 2), largest_gradient=largest)
+        report = replace(report, fitting_scale=min(fitting, now / 2), largest_gradient=largest)
+        least = FP16_LARGEST * scale / (1.0 if report.scale_is == "dynamic" else now)
+        found = next((one for one in run.trace.in_half() if (one.computed.largest or 0.0) > least), None)
+        if found is None:
+            return report
+        report, size = self._named(report, found, run, step), (found.computed.largest or 0.0) / scale
+        return replace(report, operation=report.operation and replace(report.operation, largest_in_fp32=size))
 
     def _in_fp32(self, report: Overflow, run: _Run, step: KeptBatch, *, is_wanted: bool) -> Found:
         """Run the step in fp32 if a rank wants it, and complete a wanted report."""
@@ -321,8 +330,8 @@ class _Search:
     def _lower_scale(self, report: Overflow) -> Trial:
         scale = (report.fitting_scale or 1.0) / 4
         setting = "scaler={}" if report.scale_is == "static" else "DynamicLossScaler(init_scale={})"
-        settled = settled_scale(self._trainer, self._blank.record.scale)
-        divided = f"dividing the loss by {exact(settled / scale)} or more"
+        now = self._blank.record.scale
+        divided = f"dividing the loss by {exact(max(now, settled_scale(self._trainer, now)) / scale)} or more"
         return setting.format(literal(scale)) if scale >= 1 else divided, {"scale": scale}
 
     def _try_all(self, report: Overflow, trials: list[Trial] | None, step: KeptBatch, reference: _Run) -> Overflow:
@@ -332,20 +341,20 @@ class _Search:
         for key, plan in gather(self._trainer, (mine, trials or [])):
             plans.setdefault(key, plan)
         for key, plan in plans.items():
-            tried, has_worked, also = list[TriedRemedy](), set[str](), ""
+            tried, also = dict[tuple[str, ...], TriedRemedy](), ""
             for setting, how in plan:
-                if not has_worked.isdisjoint(how):  # such as more modules than are needed
+                kind = tuple(how)
+                if kind in tried and tried[kind].works:  # such as more modules than are needed
                     continue
                 with together(self._trainer, agree=True):
                     works = self._works(step, reference, **how)
                 works, now = min(gather(self._trainer, works if key == mine else math.inf)), self._blank.record.scale
                 if 1 <= works < now and how.keys() & {"rules", "loss_in_fp32"}:
                     also = f"with {setting.partition(', with')[0]}, steps are skipped until the scale is {exact(works)}"
-                tried.append(TriedRemedy(setting, works > 0))
-                has_worked |= set(how) if works else set()
+                tried[kind] = TriedRemedy(setting, works > 0)  # instead of fewer modules, which did not help
             if key == mine:
                 note = "; ".join(filter(None, (report.note, also)))
-                report = replace(report, remedies=tuple(tried), note=note)
+                report = replace(report, remedies=tuple(tried.values()), note=note)
         return report
 
     def _works(self, step: KeptBatch, reference: _Run, rules: Sequence[str] = (), **how: Any) -> float:

@@ -9,6 +9,7 @@ from typing_extensions import final
 
 OpKind = Literal[
     "", "empty", "ignored", "masked", "zero", "negative", "one", "cast", "literal", "infinite", "sum", "function",
+    "state",
 ]  # fmt: skip
 
 
@@ -30,14 +31,14 @@ class Op:
         shape: Shape of the result or gradient.
         result: `"nan"`, `"inf"` or `"-inf"`.
         largest_input: Largest finite magnitude among its inputs; in a backward among the gradients that arrived.
-        largest_in_fp32: Largest magnitude of the result in fp32; `None` if unknown.
+        largest_in_fp32: Largest magnitude of the result in fp32, or of the true gradient; `None` if unknown.
         kind: A property of its arguments that explains the result. `"empty"`: a reduction over no values. `"ignored"`:
             a loss that ignores every label of the batch. `"masked"`: a row that is minus infinity throughout.
             `"zero"`: a divisor, or the argument of a root or logarithm, is 0. `"negative"`: the argument of a root or
             logarithm is below 0. `"one"`: a standard deviation of one value. `"cast"`: a cast to a dtype that cannot
             hold the value. `"literal"`: the code writes an infinity there. `"infinite"`: a product, sum or difference
             with an infinite argument. `"sum"`: a sum of finite values. `"function"`: an autograd Function of the user.
-            Empty: nothing special.
+            `"state"`: an input is NaN, and no operation of the step made it. Empty: nothing special.
         kind_in_fp32: The same for the run in fp32, because a divisor may round to 0 in half precision only.
         count: For a sum, the number of values per result.
         is_summed: Whether an operation that adds values up takes its result, or a division, as in a softmax by hand.

@@ -22,7 +22,15 @@ from lightning_amp.precision import _refusals
 from lightning_amp.precision._clipping import FoldPlan
 from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._fp8 import Fp8
-from lightning_amp.scaling import Calls, HalfGradientsError, OptimizerSteps, RecordLog, StepPlan, max_over_ranks
+from lightning_amp.scaling import (
+    Calls,
+    HalfGradientsError,
+    OptimizerSteps,
+    RecordLog,
+    StepPlan,
+    max_over_ranks,
+    parameters,
+)
 from lightning_amp.skipped_steps import BufferPlace, SkipProtection, matching_places
 
 _CALLS = Calls(
@@ -223,31 +231,32 @@ class Run:
         interrupted, log = self.module.trainer.interrupted, self._plugin.records
         with contextlib.suppress(*([Exception] if interrupted else [])):
             states = () if self.steps is None else self.steps.states.values()
-            is_scaled = any(state.scale is not None for state in states)
+            idle = [one.optimizer for one in states if one.scale is not None and one.since <= 0]  # never stepped
+            by_hand = any(not log.num_attempted or any(p.grad is not None for p in parameters(one)) for one in idle)
             if self.steps is not None:
                 self.steps.release()
                 self.steps.end_round()
             log.flush()
             if not interrupted:
-                self._warn_of_lost_steps(log, is_scaled)
+                self._warn_of_lost_steps(log, by_hand)
                 self.forward.finish()
 
-    def _warn_of_lost_steps(self, log: RecordLog, is_scaled: bool) -> None:
+    def _warn_of_lost_steps(self, log: RecordLog, by_hand: bool) -> None:
         """Say how many steps were skipped, beyond those that lowered the scale, unless a locator has explained them.
 
-        If no optimizer stepped and gradients are scaled, weights may have been changed by hand.
+        If an optimizer with scaled gradients never stepped, its weights may have been changed by hand.
         """
         if self.fitting and log.num_lost and not any(s.cause is not None for s in log.subscriptions):
             _messages.info(
-                f"lightning_amp: {counted(log.num_lost, 'optimizer step')} of {log.num_attempted:,} changed nothing,"
+                f"lightning_amp: {counted(log.num_lost, 'optimizer step')} of this fit changed nothing,"
                 " because the loss or a gradient was not finite; steps that lowered the loss scale do not count. Attach"
                 " `OverflowLocator()`: it names the layer, or the data, and what helps."
             )
-        if self.fitting and not self._automatic and is_scaled and log.num_attempted == 0:
+        if self.fitting and not self._automatic and by_hand:
             _messages.info(
-                "lightning_amp: no optimizer stepped. The gradients of `manual_backward` are multiplied with the loss"
-                " scale until `optimizer.step()` or `lightning_amp.precision.unscale_`: call one of them before you"
-                " change weights by hand."
+                "lightning_amp: an optimizer never stepped. The gradients of `manual_backward` are multiplied with the"
+                " loss scale until `optimizer.step()` or `lightning_amp.precision.unscale_`: call one of them before"
+                " you change weights by hand."
             )
 
     def detach(self) -> None:

@@ -149,7 +149,7 @@ def _what(sample: GradientSample, first: GradientRow) -> str:
         return f"the gradient is {what} in fp32 too: no precision and no loss scale helps"
     if math.isnan(total.sqnr_db):
         if sample.forward_is_finite:
-            return "the gradient overflows, and in fp32 it does not"
+            return "the gradient is infinite or NaN, and in fp32 it is not"
         return "the forward overflows, and in fp32 it does not, so that no loss scale helps alone"
     short = sample.too_short
     if short is not None or (total.cosine > 0.99 and total.norm_ratio > 1.4):

@@ -228,7 +228,9 @@ def _value(report: Overflow, operation: Op) -> str:
     special = _special(operation, report.in_fp32)
     if operation.in_backward:
         if report.largest_gradient is not None:
-            return f"the largest true gradient is {rounded(report.largest_gradient)}{ends}"
+            true = operation.largest_in_fp32
+            what = "the largest true gradient is" if true is None else f"{operation.name} gave a true gradient of"
+            return f"{what} {rounded(true or report.largest_gradient)}{ends}"
         verb = "got" if operation.is_sum else "gave"
         return f"{operation.name} {verb} a gradient of {_VALUES[operation.result]}{special}"
     source = operation.largest_input
@@ -257,6 +259,7 @@ def _special(operation: Op, in_fp32: str) -> str:
         "negative": f"{argument} is {where.outside}{only_here}",
         "infinite": "an input is infinite, and 0 times infinity, or infinity minus infinity, is NaN",
         "sum": f"it adds up {operation.count:,} finite values",
+        "state": "an input is NaN that no operation of this step made, such as state in an attribute",
     }
     return f": {words[operation.kind]}" if operation.kind in words else ""
 
@@ -287,7 +290,7 @@ def _fix(report: Overflow) -> str:
     if report.fitting_scale is None and not (fixes and _advice_on(report.operation, report.in_fp32) in ("", _SMALLER)):
         fixes.append(f"{_advice(report)} (not tried)")
     text = ", or ".join(fixes) or "smaller gradients (not tried)"
-    return f"{text}; no precision helps" if report.in_fp32 == "not finite" else text
+    return f"{text}; no precision helps this step" if report.in_fp32 == "not finite" else text
 
 
 def describe_growth(which: str, before: float, now: float) -> str:
@@ -316,6 +319,7 @@ _ADVICE = {
     "derivative": "an epsilon in the argument of `{name}`; a `torch.where` behind it does not help",
     "negative": "keep the argument of `{name}` {inside}, by `.clamp` and an epsilon",
     "zero": "an epsilon in the argument of `{name}`",
+    "state": "register it as a buffer and name it in `restore_buffers`, or do not keep it if it is not finite",
     "function": "look at the `backward` of `{name}`: what overflows in it, and each quotient, root or logarithm",
     "huge": "find out where {largest_input} comes from: an outlier in the data, or weights that grow",
     _SMALLER: "smaller inputs of that line, such as a normalisation before it",

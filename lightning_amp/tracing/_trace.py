@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -132,6 +132,8 @@ class Call:
     @property
     def kind(self) -> OpKind:
         """Return what is special about its arguments, as in :class:`~lightning_amp.findings.Op`."""
+        if "nan" in self.takes_bad and self.takes_from_outside and not self.is_collective:
+            return "state"
         for kind, ends in self.special:
             if kind == "pole":
                 if ends is not None and (ends.low < 0 or ends.high == 0):
@@ -336,10 +338,13 @@ class Trace(TorchFunctionMode):
             arrived_in = given[0].dtype if given else None
             self.gradients.append(Gradient(call, ends[0], ends[1], dtype, shape, self._in_derivative, arrived_in))
 
+    def in_half(self) -> Iterator[Gradient]:
+        """Return the gradients in half precision, which the loss scale must not overflow."""
+        return (one for one in self.gradients if one.dtype in HALF_DTYPES and not one.is_inner)
+
     def largest_in_half(self) -> float | None:
-        """Return the largest magnitude of the gradients in half precision, which the loss scale must not overflow."""
-        sizes = [g.computed.largest for g in self.gradients if g.dtype in HALF_DTYPES and not g.is_inner]
-        return max((size for size in sizes if size is not None), default=None)
+        """Return the largest magnitude of the gradients in half precision."""
+        return max((size for one in self.in_half() if (size := one.computed.largest) is not None), default=None)
 
 
 def floating(*values: Any) -> list[Tensor]:

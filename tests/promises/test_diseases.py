@@ -126,7 +126,7 @@ def test_a_loss_multiplied_by_1e8() -> None:
     class Divided(Patient):
         factor = 1e8 / divisor
 
-    healthy = fp16(1.0)
+    healthy = fp16()
     locator, monitor, _ = examine(Divided, healthy)
     assert (healthy.num_skipped, locator.reports) == (0, [])
     assert 0 < monitor.table[-1].headroom_bits < 4

@@ -206,9 +206,23 @@ def test_a_scale_that_falls_by_itself_is_called_so(caplog: pytest.LogCaptureFixt
             return super().loss(batch) * (100 if self.trainer.global_step in (6, 7) else 1)
 
     text = words(caplog, lambda: Spike(nn.Identity()), AmpPrecision("fp16", scaler=DynamicLossScaler(2.0**14)), 7)
-    assert re.search(r"overflows.*\n.*\n  fix: a loss scale of \S+, to which it falls by itself \(tried", text)
+    assert re.search(r"infinite or NaN.*\n.*\n  fix: a loss scale of \S+, to which it falls by itself \(tried", text)
     text = words(caplog, lambda: Spike(nn.Identity()), AmpPrecision("fp16", scaler=2.0**14), 7)
-    assert re.search(r"overflows.*\n.*\n  fix: `DynamicLossScaler\(init_scale=", text)
+    assert re.search(r"infinite or NaN.*\n.*\n  fix: `DynamicLossScaler\(init_scale=", text)
+
+
+@pytest.mark.parametrize("falls", [False, True])
+def test_a_scale_from_which_the_run_has_fallen_is_not_recommended(
+    falls: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Small(Ill):
+        def loss(self, batch: Tensor) -> Tensor:
+            is_large = falls and self.trainer.global_step % 3  # in batches that are not sampled
+            return super().loss(batch) * (1e4 if is_large else 2e-6 if falls else 1e-5)
+
+    scaler = DynamicLossScaler(2.0**14 if falls else 1.0)
+    text = words(caplog, lambda: Small(nn.Identity()), AmpPrecision("fp16", scaler=scaler))
+    assert ("DynamicLossScaler(init_scale=" in text) is not falls
 
 
 def test_a_scale_that_fits_the_backward_is_not_a_fix_for_the_forward(caplog: pytest.LogCaptureFixture) -> None:

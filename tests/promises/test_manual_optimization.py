@@ -545,21 +545,53 @@ def test_a_skip_of_one_optimizer_leaves_the_graph_of_the_other_alone(precision: 
 
 
 @pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("steps_beside", [False, True])
 def test_weights_that_are_changed_by_hand_with_scaled_gradients_are_noticed(
-    unscales: bool, caplog: pytest.LogCaptureFixture
+    unscales: bool, steps_beside: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     class ByHand(Manual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.beside = nn.Linear(8, 1)
+
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.manual_backward(self.loss(batch))
-            if unscales:
-                unscale_(self.trainer, self.optimizers())
-            with torch.no_grad():
-                for parameter in self.parameters():
-                    parameter.sub_(1e-6 * parameter.grad)
+            by_hand, beside = self.optimizers()
             self.zero_grad()
+            self.manual_backward(self.loss(batch) + self.beside(batch).float().square().mean())
+            if unscales:
+                unscale_(self.trainer, by_hand)
+            with torch.no_grad():
+                for parameter in self.net.parameters():
+                    parameter.sub_(1e-6 * parameter.grad)
+            if steps_beside:
+                beside.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net, self.beside)]
 
     with caplog.at_level("INFO"):
         fit(ByHand, AmpPrecision("fp16"))
-    assert ("no optimizer stepped. The gradients of" in caplog.text) is not unscales
+    is_noticed = not unscales or not steps_beside  # the gradients of `beside` are scaled too
+    assert ("an optimizer never stepped. The gradients of" in caplog.text) is is_noticed
+    caplog.clear()
     fit(ByHand, AmpPrecision("bf16"))
-    assert caplog.text.count("no optimizer stepped") == (not unscales)
+    assert "never stepped" not in caplog.text
+
+
+def test_an_optimizer_that_had_no_gradients_is_not_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    class OneOfTwo(Manual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.later = nn.Linear(8, 1)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net, self.later)]
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            first, _ = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            first.step()
+
+    with caplog.at_level("INFO"):
+        fit(OneOfTwo, AmpPrecision("fp16"))
+    assert "never stepped" not in caplog.text

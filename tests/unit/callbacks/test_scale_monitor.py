@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from support import Poison, Recorder, Toy, batches, fit, stock
+from support import Manual, Poison, Recorder, Toy, batches, fit, stock
+from torch import Tensor
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
 from lightning_amp.callbacks import _scale_monitor
@@ -47,6 +49,31 @@ def test_what_it_logs(plugin: str) -> None:
     assert rows == [(1, 32.0, 1.0, 0.5), (3, 16.0, 2.0, 0.5), (5, 16.0, 2.0, 2 / 6), (7, 16.0, 2.0, 2 / 7)]
     assert monitor.history.summary() == "2 of 7 steps skipped; scale 64 -> 16"
     assert [r.index for r in monitor.history if r.skipped] == [1, 2]
+
+
+@pytest.mark.parametrize("plugin", ["ours", "lightning"])
+def test_each_step_of_a_batch_counts(plugin: str) -> None:
+    class ThreeSteps(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            for bad in (False, True, batch_idx == 0):
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                if bad:
+                    self.net[0].weight.grad.fill_(math.inf)
+                optimizer.step()
+
+    monitor = ScaleMonitor()
+    fit(ThreeSteps, fp16() if plugin == "ours" else stock("fp16", init_scale=64.0), batches(2), callbacks=[monitor])
+    assert monitor.history.summary() == "3 of 6 steps skipped; scale 64 -> 8"
+
+
+def test_a_scale_that_starts_below_the_warning_has_not_fallen(recwarn: pytest.WarningsRecorder) -> None:
+    for callbacks, number in ([], 0), ([Poison(gradient=[1])], 1):
+        plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(0.25, min_scale=2.0**-8))
+        fit(Toy, plugin, batches(4), callbacks=[*callbacks, ScaleMonitor()])
+        found = [str(one.message) for one in recwarn if "The loss scale fell to 0.125, below 0.25" in str(one.message)]
+        assert (len(found), len([one for one in recwarn if "loss scale fell" in str(one.message)])) == (number, number)
 
 
 def test_says_that_there_is_nothing_to_show(caplog: pytest.LogCaptureFixture) -> None:

@@ -49,7 +49,10 @@ def test_the_printed_reports() -> None:
 
 
 def test_each_sentence_of_advice_is_chosen_by_an_operation() -> None:
-    kinds = ("masked", "ignored", "empty", "one", "infinite", "literal", "cast", "sum", "function", "negative", "zero")
+    kinds = (
+        "masked", "ignored", "empty", "one", "infinite", "literal", "cast", "sum", "function", "state", "negative",
+        "zero",
+    )  # fmt: skip
     names = ("ctc_loss", "exp", "log", "div", "norm", "sqrt", "mul")
     ops = [
         Op(name, kind=kind, in_backward=back, is_sum=back and name == "mul", is_summed=after, largest_input=1e30)
