@@ -209,7 +209,8 @@ class GradientMonitor(Observer):
     def _judge(self, trainer: Trainer, sample: GradientSample, sampler: GradientSampler) -> None:
         """Try a setting against a new fault of the sample, and keep the words for the end of the fit."""
         bad, found, total = sample.bad(), "", sample.rows[-1]
-        fell = 1 != total.scale < self._first_scale  # because gradients of other batches overflowed
+        # because gradients of other batches overflowed, and not because the backward carries no scale
+        fell = self._first_scale > total.scale == vars(trainer.precision_plugin)["scaler"].get_scale()
         scale = min(fitting_scale(self._largest, highest=96), total.scale if fell else math.inf)
         if bad and sample.too_short is None and math.isfinite(total.largest):
             # if the backward overflows, another scale may fit by now

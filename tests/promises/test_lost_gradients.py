@@ -217,10 +217,9 @@ def test_a_scale_from_which_the_run_has_fallen_is_not_recommended(
 ) -> None:
     class Small(Ill):
         def loss(self, batch: Tensor) -> Tensor:
-            is_large = falls and self.trainer.global_step % 3  # in batches that are not sampled
-            return super().loss(batch) * (1e4 if is_large else 2e-6 if falls else 1e-5)
+            return super().loss(batch) * (1e9 if falls and self.trainer.global_step == 10 else 1e-5)  # not sampled
 
-    scaler = DynamicLossScaler(2.0**14 if falls else 1.0)
+    scaler = DynamicLossScaler(2.0**14, backoff_factor=2.0**-14) if falls else DynamicLossScaler(1.0)
     text = words(caplog, lambda: Small(nn.Identity()), AmpPrecision("fp16", scaler=scaler))
     assert ("DynamicLossScaler(init_scale=" in text) is not falls
 
