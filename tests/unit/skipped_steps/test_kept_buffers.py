@@ -19,126 +19,34 @@ from lightning_amp.skipped_steps import KeptBuffers, matching_places, norm_place
 NAN = float("nan")
 
 
-class Loop:
-    """The events of a training loop that concern buffers. A batch is one number."""
-
-    def __init__(self) -> None:
-        self.module = nn.Sequential(nn.BatchNorm1d(2, momentum=0.5), nn.Linear(2, 1))
-        self.module.register_buffer("queue", torch.zeros(2))
-        self.optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in self.module]
-        named = matching_places(self.module, ["queue"])
-        self.kinds = [
-            KeptBuffers(self.module, norm_places(self.module), counted=True),
-            KeptBuffers(self.module, named, counted=False),
-        ]
-
-    def batch(self, value: float, *, backward: bool = True) -> None:
-        for kept in self.kinds:
-            kept.enter_step()
-        self.forward(value)
-        if backward:
-            self.backward()
-
-    def backward(self) -> None:
-        for kept in self.kinds:
-            kept.note_backward()
-
-    def settle(self) -> None:
-        for kept in self.kinds:
-            kept.settle()
-
-    def forward(self, value: float) -> None:
-        self.module(torch.full((4, 2), value))
-        self.module.queue = self.module.queue + value
-
-    def step(self, skip: Skip | bool = False, loss: float = 1.0, *, manual: bool = False, of: int = 0) -> None:
-        skip = skip if isinstance(skip, Skip) else Skip.YES if skip else Skip.NO
-        for kept in self.kinds:
-            kept.observe(self.optimizers[of], StepResult(skip, torch.tensor(loss)), manual=manual)
-
-    @property
-    def seen(self) -> list[float]:
-        """Return running mean, queue, and the number of batches, which has no rounding."""
-        norm = self.module[0]
-        return [norm.running_mean[0].item(), self.module.queue[0].item(), float(norm.num_batches_tracked)]
-
-
-@pytest.fixture
-def loop() -> Loop:
-    return Loop()
-
-
-FLAGS = {True: (Skip.YES, Skip(torch.tensor(1.0))), False: (Skip.NO, Skip(torch.tensor(0.0)))}
-
-
-@pytest.mark.parametrize("where", [0, 1], ids=["on the host", "on a device"])
-def test_a_skipped_batch_was_never_drawn(loop: Loop, where: int) -> None:
-    loop.batch(4.0)
-    loop.step(FLAGS[False][where])
-    assert loop.seen == [2.0, 4.0, 1.0]
-    loop.batch(NAN)
-    loop.step(FLAGS[True][where])
-    assert loop.seen == [2.0, 4.0, 1.0]
-    loop.batch(2.0)
-    loop.step(FLAGS[False][where])
-    assert loop.seen == [2.0, 6.0, 2.0]
-
-
-def test_all_batches_of_an_accumulation_are_dropped_with_its_step(loop: Loop) -> None:
-    loop.batch(4.0)
-    loop.step()
-    for value in (8.0, 16.0, 32.0):
-        loop.batch(value)
-    loop.step(skip=True)
-    assert loop.seen == [2.0, 4.0, 1.0]
-
-
-@pytest.mark.parametrize("where", [0, 1], ids=["on the host", "on a device"])
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("skipped", [0, 1])
-def test_optimizers_of_the_same_forward(loop: Loop, skipped: int, order: tuple[int, int], where: int) -> None:
-    """The layer is the first optimizer's; the queue belongs to both."""
-    loop.batch(4.0)
-    loop.step()
-    loop.batch(8.0)
-    for index in order:
-        loop.step(FLAGS[index == skipped][where], of=index, manual=True)
-    assert loop.seen == ([2.0, 4.0, 1.0] if skipped == 0 else [5.0, 4.0, 2.0])
-
-
-def test_a_forward_between_two_steps_belongs_to_the_second(loop: Loop) -> None:
-    loop.batch(4.0)
-    loop.step(manual=True)
-    before = loop.seen
-    loop.forward(8.0)
-    loop.backward()
-    loop.step(skip=True, manual=True)
-    assert loop.seen == before == [2.0, 4.0, 1.0]
-
-
 @pytest.mark.parametrize(("value", "stays"), [(8.0, True), (NAN, False)])
-def test_a_step_without_a_backward_is_kept_if_it_is_finite(loop: Loop, value: float, stays: bool) -> None:
+def test_a_step_without_a_backward_is_kept_if_it_is_finite(value: float, stays: bool) -> None:
     """SWA's BatchNorm pass has no step, so no flag says whether it was finite."""
-    loop.batch(4.0)
-    loop.step()
-    loop.batch(value, backward=False)
-    loop.settle()
-    assert (loop.seen == [2.0, 4.0, 1.0]) is not stays
-    kept = loop.seen
-    loop.batch(NAN)
-    loop.step(skip=True)  # restores the last copy, not an earlier one
-    assert loop.seen == kept
+    module = nn.Sequential(nn.BatchNorm1d(2, momentum=0.5))
+    module.register_buffer("queue", torch.zeros(2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    named = matching_places(module, ["queue"])
+    kinds = [KeptBuffers(module, norm_places(module), counted=True), KeptBuffers(module, named, counted=False)]
 
+    def batch(value: float, skip: Skip | None) -> list[float]:
+        """Run a training step, with a backward if there is a step. Return mean, queue and the number of batches."""
+        for kept in kinds:
+            kept.enter_step()
+        module(torch.full((4, 2), value))
+        module.queue = module.queue + value
+        for kept in kinds:
+            if skip is None:
+                kept.settle()
+            else:
+                kept.note_backward()
+                kept.observe(optimizer, StepResult(skip, torch.tensor(1.0)), manual=False)
+        norm = module[0]
+        return [norm.running_mean[0].item(), module.queue[0].item(), float(norm.num_batches_tracked)]
 
-@pytest.mark.parametrize("where", [0, 1], ids=["on the host", "on a device"])
-@pytest.mark.parametrize(("value", "stays"), [(8.0, True), (NAN, False)])
-def test_a_mended_batch_leaves_no_nan(loop: Loop, where: int, value: float, stays: bool) -> None:
-    """The step was applied although its loss was not finite."""
-    loop.batch(4.0)
-    loop.step()
-    loop.batch(value)
-    loop.step(FLAGS[False][where], loss=NAN)
-    assert (loop.seen == [2.0, 4.0, 1.0]) is not stays
+    assert batch(4.0, Skip.NO) == [2.0, 4.0, 1.0]
+    kept = batch(value, None)
+    assert (kept == [2.0, 4.0, 1.0]) is not stays
+    assert batch(NAN, Skip.YES) == kept  # restores the last copy, not an earlier one
 
 
 @pytest.mark.parametrize("value", [8.0, NAN])
