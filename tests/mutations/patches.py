@@ -143,7 +143,7 @@ SCALING = [
         "scaling/_steps.py",
         "        if never or watch.came_plain(state.optimizer):",
         "        if False:",
-        ("tests/unit/scaling/test_scaled_steps.py", "tests/unit/precision/test_bypassed_steps.py"),
+        (f"{PROMISES}test_unusual_loops.py", "tests/unit/precision/test_bypassed_steps.py"),
     ),
     Mutation(
         "gradients that a user assigns are divided by the scale",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-from support import flags_on_a_device
 from torch import Tensor, nn
 
 from lightning_amp.scaling import DynamicLossScaler, HalfGradientsError, OptimizerSteps, RecordLog, StepPlan
@@ -98,37 +96,10 @@ def test_a_value_that_is_not_finite_is_found(kind: str, value: float, device: to
     assert loop.step() is (value != 1.0)
 
 
-def test_a_gradient_that_cannot_be_written_into_is_checked(device: torch.device) -> None:
-    """An expanded gradient is one number in memory. An optimizer only reads it."""
-    for value in (NAN, 1.0):
-        loop = Loop(device, torch.tensor([value], device=device).expand(4), scale=None)
-        assert loop.step() is (value != 1.0)
-
-
 @pytest.mark.needs("sparse")
 def test_float16_duplicates_are_added_before_they_are_checked(device: torch.device) -> None:
     """Each entry is finite, but their sum, which the optimizer applies, is not."""
     assert Loop(device, sparse(torch.float16, (6e4, 6e4)), scale=None).step()
-
-
-@pytest.mark.parametrize(
-    ("value", "scale", "skipped"),
-    [
-        (1e25, 1.0, False),  # `clip_grad_norm_` finds inf as well, and sets gradients to 0
-        (1e36, 2.0**-14, True),  # the true gradients are out of range
-        (INF, 1.0, True),
-        (NAN, 2.0, True),
-    ],
-)
-def test_a_norm_that_overflows_says_nothing_about_the_gradients(
-    value: float, scale: float, skipped: bool, device: torch.device
-) -> None:
-    with flags_on_a_device():
-        make = functools.partial(torch.optim.AdamW, fused=True)
-        loop = Loop(device, torch.ones(2), scale=scale, make=make)
-        loop.params[0].grad[0] = value  # pyright: ignore[reportOptionalSubscript]
-        assert loop.step(fold=True, max_norm=1.0) is skipped
-    assert loop.params[0].isfinite().all()
 
 
 def test_half_gradients_are_refused_by_shape_and_dtype(device: torch.device) -> None:

@@ -75,15 +75,6 @@ class Schedule:
         return self.optimizer.param_groups[0]["lr"]
 
 
-def test_a_schedule_is_held_if_all_steps_were_skipped() -> None:
-    schedule = Schedule()
-    assert schedule.step(Skip.YES) == 1.0
-    assert schedule.step(Skip.YES, Skip.YES) == 1.0
-    assert schedule.step(Skip.YES, flag(True), Skip.NO) == 0.5
-    assert schedule.step() == 0.25  # once per epoch: without a step in between nothing is held
-    assert schedule.scheduler.last_epoch == 2
-
-
 def test_steps_of_other_optimizers_do_not_count() -> None:
     schedule = Schedule()
     schedule.hold.observe(Schedule().optimizer, Skip.YES)

@@ -48,17 +48,6 @@ def test_reads_back_in_blocks() -> None:
     assert log.last == StepRecord(8, 0, 8.0, 4.0, False, "none")
 
 
-@pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
-def test_reason_is_the_loss_only_if_the_loss_was_not_finite(loss: float) -> None:
-    log = RecordLog()
-    for value in (loss, 1.0):
-        note(log, 1, None, Skip.YES, scalar(value))
-        log.close_round(None)
-        log.flush()
-        assert log.last.reason == ("gradient" if value == 1.0 else "loss")
-    assert log.last == StepRecord(1, 1, 1.0, 1.0, True, "gradient")
-
-
 def test_known_skips_stop_at_once() -> None:
     log = RecordLog(3, describe_skips=lambda: "Parameter `x` is bad")
     with pytest.raises(FloatingPointError, match=r"3 optimizer steps in a row.*1 with a non-finite loss, 2 with.*`x`"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import CountReads, flags_on_a_device
+from support import flags_on_a_device
 from torch import Tensor, nn
 
 from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, Skip, StepPlan, StepResult
@@ -49,12 +49,6 @@ class Twice(Base):
                 output = closure()
             self.descend()
         return output
-
-
-class Never(Base):
-    def step(self, closure: Any = None) -> str:
-        self.descend()
-        return "own output"
 
 
 class TakesNone(Base):
@@ -161,28 +155,6 @@ def test_a_closure_that_is_called_twice_is_one_step() -> None:
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("before", [0, 1])
-def test_an_overflow_in_the_second_call_takes_the_first_move_back(before: int) -> None:
-    loop = Loop(Twice)
-    for _ in range(before):
-        loop.step((1.0, 1.0), (1.0, 1.0))
-    weights, state = loop.weights, dict(loop.optimizer.state.get(loop.param, {}))
-    assert loop.step((1.0, 2.0), (INF, 4.0)).skip is Skip.YES
-    assert loop.weights == weights
-    assert dict(loop.optimizer.state.get(loop.param, {})) == state
-    assert loop.step((1.0, 2.0), (1.0, 2.0)).skip.known is False
-
-
-@pytest.mark.usefixtures("where_flags_live")
-def test_a_closure_that_is_never_called_has_true_gradients_before() -> None:
-    """In a manual loop the gradients are there before `step`. Nothing can stop such an optimizer, so it never skips."""
-    loop = Loop(Never)
-    loop.backward(1.0, 2.0)
-    result = loop.step(closure_runs_backward=False)
-    assert (loop.optimizer.seen, loop.output, result.skip) == ([[1.0, 2.0]], "own output", Skip.NO)
-
-
-@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("make", [Once, TakesNone, fused])
 def test_an_exception_in_the_closure_leaves_nothing_behind(make: Any) -> None:
     loop = Loop(make)
@@ -234,38 +206,6 @@ def test_a_step_inside_of_a_closure_is_no_part_of_it() -> None:
 # -- who decides, and where --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [False, True])
-def test_a_fused_optimizer_decides_on_the_device(bad: bool) -> None:
-    with flags_on_a_device():
-        loop = Loop(fused)
-        with CountReads() as reads:
-            result = loop.step((1.0, INF if bad else 1.0))
-        assert reads.count == 0
-        assert result.skip.known is None
-        assert result.skip.wait() is bad
-    assert (loop.weights == [0.0, 0.0]) is bad
-    assert not {"found_inf", "grad_scale"} & set(vars(loop.optimizer))
-
-
-PLANS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], StepPlan]] = {
-    "not fused": (Once, StepPlan()),
-    "somebody acts on it": (fused, StepPlan(host_must_know=True)),
-    "no momentum yet": (lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9, fused=True), StepPlan()),
-}
-
-
-@pytest.mark.parametrize("bad", [False, True])
-@pytest.mark.parametrize("why", PLANS)
-def test_the_host_waits_where_it_must(why: str, bad: bool) -> None:
-    make, plan = PLANS[why]
-    with flags_on_a_device():
-        loop = Loop(make)
-        with CountReads() as reads:
-            assert loop.step((1.0, INF if bad else 1.0), plan=plan).skip.known is bad
-        assert reads.count == 1
-    assert (loop.weights == [0.0, 0.0]) is bad
-
-
 def test_a_hook_on_steps_must_not_see_one_that_is_not_taken() -> None:
     seen: list[str] = []
     with flags_on_a_device():
@@ -273,15 +213,6 @@ def test_a_hook_on_steps_must_not_see_one_that_is_not_taken() -> None:
         loop.optimizer.register_step_post_hook(lambda *_: seen.append("stepped"))
         assert loop.step((1.0, INF)).skip is Skip.YES
     assert seen == []
-
-
-def test_the_loss_is_read_with_the_gradients() -> None:
-    with flags_on_a_device():
-        loop = Loop(Once)
-        with CountReads() as reads:
-            result = loop.step((1.0, 1.0))
-        assert reads.count == 1
-    assert result.bad_loss is Skip.NO  # the host knows the loss now
 
 
 @pytest.mark.parametrize("bad", [False, True])
