@@ -201,12 +201,6 @@ def test_a_loss_that_computes_in_fp32_does_not_use_up_the_headroom() -> None:
     assert min(row.headroom_bits for row in monitor.table) > 0.1
 
 
-def test_a_fit_of_one_step_has_a_sample() -> None:
-    monitor = GradientMonitor()
-    fit(Toy, fp16(), batches(1), callbacks=[monitor])
-    assert {row.step for row in monitor.table} == {1}
-
-
 class Clips(Manual):
     unscales = False
 

@@ -347,32 +347,21 @@ def test_a_forward_that_is_replaced_later_stays(how: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("regional", [True, False])
-def test_compiled_modules_are_left_alone(regional: bool) -> None:
+@pytest.mark.parametrize("how", ["in place", "wrapped", "also known by its wrapper"])
+def test_compiled_modules_are_left_alone(how: str) -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
-    net = Layer()
-    if regional:
+    net, root, x = Layer(), Root(), torch.randn(3, WIDTH, device=DEVICE)
+    if how == "in place":
         net.compile(backend=counter, fullgraph=True)
-    root = Root(net=net if regional else torch.compile(net, backend=counter, fullgraph=True)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
+    if how != "wrapped":
+        root.net = net
+    root.wrapper = net if how == "in place" else torch.compile(net, backend=counter, fullgraph=True)
+    sharing = Sharing(root.to(DEVICE))
     for _ in range(4):
         with sharing():
-            root.net(x)
-            root.net(x)
-    assert counter.frame_count == 1
-
-
-def test_modules_that_are_also_known_by_their_compiled_wrapper_are_left_alone() -> None:
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    root = Root(net=Layer()).to(DEVICE)
-    root.wrapper = torch.compile(root.net, backend=counter, fullgraph=True)
-    sharing = Sharing(root)
-    for _ in range(4):
-        with sharing():
-            root.wrapper(torch.randn(3, WIDTH, device=DEVICE))
+            root.wrapper(x)
+            root.wrapper(x)
     assert counter.frame_count == 1
 
 
