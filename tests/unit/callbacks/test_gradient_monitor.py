@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -84,19 +83,6 @@ def test_no_gradients() -> None:
     monitor = GradientMonitor()
     fit(Skips, AmpPrecision("bf16"), callbacks=[monitor])
     assert len(monitor.table) == 0
-
-
-def test_plot(tmp_path: Path) -> None:
-    monitor = GradientMonitor(2)
-    fit(Toy, fp16(), callbacks=[monitor])
-    figure = monitor.plot(tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    axes: Any = figure.axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["net.0", "net.2"]
-    assert axes.images[0].get_array().shape == (2, 4)  # rows, samples
-    assert "Headroom" in monitor.plot().axes[0].get_title()
-    fit(Toy, AmpPrecision("bf16"), callbacks=[monitor])
-    assert "against fp32" in monitor.plot().axes[0].get_title()
 
 
 @pytest.mark.parametrize(

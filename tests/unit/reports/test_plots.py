@@ -28,12 +28,13 @@ def test_without_matplotlib_all_pictures_say_the_same(
 
 
 @pytest.mark.parametrize("plot", PLOTS)
-def test_pyplot_is_left_to_the_user(plot: Callable[[], object]) -> None:
+def test_pyplot_is_left_to_the_user(plot: Callable[[Path], object], tmp_path: Path) -> None:
     import matplotlib.pyplot as plt
 
     found = plt.get_fignums()
-    plot()
+    plot(tmp_path / "plot.png")
     assert plt.get_fignums() == found
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_figure_is_saved_in_the_format_of_its_name_and_returned(tmp_path: Path) -> None:
