@@ -16,9 +16,9 @@ from lightning_amp.casting._fp32_metrics import _walk, metrics_in_fp32
 from lightning_amp.precision import fp32_region
 
 
-def regression(dtype: torch.dtype, offset: float = 100.0, spread: float = 1.0) -> list[tuple[Tensor, Tensor]]:
-    target = offset + spread * torch.randn(3, 64)
-    return [((t + 0.6 * spread * torch.randn(64)).to(dtype), t.to(dtype)) for t in target]
+def regression(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    target = 100 + torch.randn(64)
+    return (target + 0.6 * torch.randn(64)).to(dtype), target.to(dtype)
 
 
 class Holder(nn.Module):
@@ -42,7 +42,7 @@ def test_metrics_in_plain_containers() -> None:
     module = InPlainContainers()
     metrics = list({id(m): m for m in _walk(module, set())}.values())
     assert len(metrics) == len({id(m) for m in metrics}) == 5
-    batch = regression(torch.float16)[0]
+    batch = regression(torch.float16)
     with torch.autocast("cpu", torch.bfloat16), metrics_in_fp32(module, "cpu"):
         values = [metric(*batch) for metric in metrics]
     expected = R2Score()(batch[0].float(), batch[1].float())
@@ -50,7 +50,7 @@ def test_metrics_in_plain_containers() -> None:
 
 
 def test_copies_and_pickles_in_the_middle_of_a_step() -> None:
-    metric, batch = R2Score(), regression(torch.float32)[0]
+    metric, batch = R2Score(), regression(torch.float32)
     with metrics_in_fp32(Holder(metric), "cpu"):
         metric.update(*batch)
         copies = [metric.clone(), copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))]
@@ -63,7 +63,7 @@ def test_copies_and_pickles_in_the_middle_of_a_step() -> None:
 
 @pytest.mark.parametrize("way", ["function", "decorator", "called decorator"])
 def test_region_for_functional_metrics(way: str) -> None:
-    preds, target = regression(torch.float16)[0]
+    preds, target = regression(torch.float16)
 
     @fp32_region
     def decorated(preds: Tensor, target: Tensor) -> Tensor:

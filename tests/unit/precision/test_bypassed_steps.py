@@ -186,27 +186,6 @@ def test_an_optimizer_whose_gradients_come_with_the_scaled_loss(automatic: bool)
         fit(lambda: OwnPart(automatic), scaled_fp32(), batches(2))
 
 
-class NewOptimizers(Toy):
-    """Makes its optimizers anew in the middle of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.manual_backward(self.loss(batch))
-        if batch_idx % 3 == 1:
-            self.trainer.strategy.setup_optimizers(self.trainer)
-        optimizer = self.optimizers()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_optimizers_that_are_made_after_the_backward() -> None:
-    """Their gradients are scaled, although the plugin did not know them before."""
-    assert_same(fit(NewOptimizers, scaled_fp32()), fit(NewOptimizers))
-
-
 # -- a backward that the plugin does not see ---------------------------------------------------------------------------
 
 

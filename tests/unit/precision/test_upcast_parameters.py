@@ -106,13 +106,6 @@ def test_an_optimizer_that_is_older_than_the_fit() -> None:
 class Look(L.Callback):
     """Keeps the weights after the checkpoint is loaded and before the first step."""
 
-    def __init__(self, change: bool = False) -> None:
-        self.change, self.weights = change, dict[str, Tensor]()
-
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self.change:
-            nn.init.constant_(pl_module.net[0].bias, 0.5)
-
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.weights = {name: value.cpu() for name, value in weights(pl_module).items()}
 

@@ -53,15 +53,13 @@ class Gives(torch.autograd.Function):
 class Loop:
     """An optimizer with these gradients, which carry the scale; without a scale they are assigned as they are."""
 
-    def __init__(
-        self, device: torch.device, *gradients: Tensor | None, scale: float | None = 8.0, make: Any = torch.optim.SGD
-    ) -> None:
+    def __init__(self, device: torch.device, *gradients: Tensor | None, scale: float | None = 8.0) -> None:
         def like(gradient: Tensor | None) -> nn.Parameter:
             value = torch.ones(2) if gradient is None else torch.ones_like(gradient.to_dense())
             return nn.Parameter(value.to(device))
 
         self.params = [like(gradient) for gradient in gradients]
-        self.optimizer = make(self.params, lr=0.5)
+        self.optimizer = torch.optim.SGD(self.params, lr=0.5)
         scaler = None if scale is None else DynamicLossScaler.static(scale)
         self.steps = OptimizerSteps(scaler, True, RecordLog(), [self.optimizer])
         found = [(p, g.to(device)) for p, g in zip(self.params, gradients, strict=True) if g is not None]
@@ -73,10 +71,10 @@ class Loop:
         with self.steps.scaled_backward():
             scaled.backward()
 
-    def step(self, **plan: Any) -> bool:
+    def step(self) -> bool:
         """Return whether the step was skipped."""
-        plan_ = StepPlan(in_closure=False, **plan)
-        return self.steps.step(self.optimizer, lambda: None, lambda: None, plan_)[1].skip.wait()
+        plan = StepPlan(in_closure=False)
+        return self.steps.step(self.optimizer, lambda: None, lambda: None, plan)[1].skip.wait()
 
 
 @pytest.mark.parametrize("kind", kinds("conjugate"))

@@ -14,15 +14,8 @@ def scalar(value: float) -> torch.Tensor:
     return torch.tensor(value)
 
 
-def note(
-    log: RecordLog,
-    idx: int,
-    scale: torch.Tensor | None,
-    skip: Skip,
-    loss: torch.Tensor | None,
-    bad_loss: Skip = Skip.NO,
-) -> None:
-    log.append(StepResult(skip, loss, idx, scale, reported_bad_loss=bad_loss))
+def note(log: RecordLog, idx: int, scale: torch.Tensor | None, skip: Skip, loss: torch.Tensor | None) -> None:
+    log.append(StepResult(skip, loss, idx, scale))
 
 
 def test_records_are_immutable() -> None:
@@ -70,9 +63,9 @@ def test_skips_on_the_device_stop_one_read_back_later() -> None:
         log.flush()
 
 
-def skips(log: RecordLog, count: int, *, known: bool = True, losses: int = 0) -> None:
-    for i in range(count):
-        note(log, 0, None, Skip.YES if known else Skip(scalar(1.0)), scalar(float("nan") if i < losses else 1.0))
+def skips(log: RecordLog, count: int) -> None:
+    for _ in range(count):
+        note(log, 0, None, Skip.YES, scalar(1.0))
         log.close_round(None)
 
 

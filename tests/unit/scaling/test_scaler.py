@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_amp import DynamicLossScaler
 
@@ -18,11 +18,10 @@ TRACES = json.loads((Path(__file__).parent / "traces.json").read_text())
 POLICY = {"init_scale": 64.0, "growth_interval": 4, "min_scale": 1.0}
 
 
-def one_step(scaler: torch.amp.GradScaler, parameter: nn.Parameter, overflow: bool, loss: Tensor | None = None) -> None:
+def one_step(scaler: torch.amp.GradScaler, parameter: nn.Parameter, overflow: bool) -> None:
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     parameter.grad = None
-    loss = parameter.sum() if loss is None else loss
-    scaler.scale(loss).backward()
+    scaler.scale(parameter.sum()).backward()
     if overflow:
         parameter.grad[0] = float("inf")
     scaler.step(optimizer)
