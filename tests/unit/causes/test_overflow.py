@@ -11,7 +11,6 @@ import pytest
 import torch
 from support import Manual, Poison, Records, Toy, assert_same, batches, fit
 from torch import Tensor, nn
-from zoo.faults import Net, plain_data
 from zoo.overflows import BadRow, HalfBody, LargeOutput, fp16, with_bad
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, OverflowLocator
@@ -338,29 +337,3 @@ def test_gan() -> None:
     assert (
         watched.lr_scheduler_configs[0].scheduler.state_dict() == alone.lr_scheduler_configs[0].scheduler.state_dict()
     )
-
-
-class OnlyHalf(torch.autograd.Function):
-    """A kernel that only takes half precision."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        if x.dtype == torch.float32:
-            raise RuntimeError("only half")
-        return x / 0
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
-        return gradient * torch.inf
-
-
-def test_a_step_that_does_not_run_in_fp32_is_reported_without_it() -> None:
-    def loss(module: Net, batch: Tensor) -> Tensor:
-        return OnlyHalf.apply(module.encoder(batch)).float().mean()  # type: ignore[attr-defined]
-
-    locator = OverflowLocator(max_reports=1)
-    fit(lambda: Net(loss), AmpPrecision("bf16"), plain_data(), callbacks=[locator])
-    (report,) = locator.reports
-    assert report.in_fp32 == ""
-    assert report.note == "it could not be run in fp32 (RuntimeError: only half)"
-    assert report.remedies == ()

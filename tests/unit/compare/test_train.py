@@ -88,26 +88,20 @@ def test_a_failure_is_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "must return a LightningDataModule; it returned int" in here(spec(tmp_path, data=not_a_module)).error
 
 
-class Interrupted(Waves):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3:
-            raise KeyboardInterrupt
+class Ends(Waves):
+    error: BaseException = SystemExit(0)
+
+    def on_train_epoch_end(self) -> None:
+        raise self.error
 
 
-def test_an_interrupted_run_has_not_finished(tmp_path: Path) -> None:
-    """Lightning ends such a run with `SystemExit`, as if training was done."""
-    run = here(spec(tmp_path, module=Interrupted))
+def test_a_run_that_is_interrupted_or_exits_has_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning ends an interrupted run with `SystemExit`, as if training was done."""
+    assert here(spec(tmp_path, module=Ends)).error == "the run ended by `sys.exit(0)`"
+    monkeypatch.setattr(Ends, "error", KeyboardInterrupt())
+    run = here(spec(tmp_path, module=Ends))
     assert run.error is not None
     assert not run.finished
-
-
-class Quits(Waves):
-    def on_train_epoch_end(self) -> None:
-        raise SystemExit(0)
-
-
-def test_a_run_that_exits_has_not_finished(tmp_path: Path) -> None:
-    assert here(spec(tmp_path, module=Quits)).error == "the run ended by `sys.exit(0)`"
 
 
 SEEN: list[float] = []

@@ -168,19 +168,6 @@ def test_an_exception_in_the_closure_leaves_nothing_behind(make: Any) -> None:
     assert loop.weights == fresh.weights
 
 
-@pytest.mark.usefixtures("where_flags_live")
-def test_an_exception_of_the_optimizer_leaves_nothing_behind() -> None:
-    class Raises(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
-            closure()
-            raise KeyError("mine")
-
-    loop = Loop(lambda params: Raises(params, fused=True))
-    with pytest.raises(KeyError, match="mine"):
-        loop.step((1.0, 2.0), plan=StepPlan(fold=True))
-    assert not {"found_inf", "grad_scale"} & set(vars(loop.optimizer))
-
-
 def test_user_code_cannot_catch_a_skip() -> None:
     loop = Loop(CatchesEverything)
     assert loop.step((INF, 1.0)).skip is Skip.YES

@@ -123,16 +123,6 @@ def test_a_fresh_process(tmp_path: Path) -> None:
     assert before[1] == sorted(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-def test_bf16_takes_more_rows_than_fp32(sizes: list[str]) -> None:
-    found = lightning_amp.find_batch_size(Wide, Rows, memory_limit_gib=0.0015, trainer_kwargs=CPU)
-    assert list(found) == ["fp32", "bf16"]
-    assert found["bf16"].batch_size > 1.2 * found["fp32"].batch_size
-    assert all(result.peak_gib <= 0.0015 for result in found.values())
-    assert len(sizes) <= 12
-    assert all(result.measured[0].batch_size == 32 for result in found.values())
-
-
 def test_one_precision_fails(sizes: list[str]) -> None:
     precisions = {"mine": {"precision": "bf16"}, "plain": 32}
     found = lightning_amp.find_batch_size(NotInBf16, fifty, precisions, memory_limit_gib=1, trainer_kwargs=CPU)
