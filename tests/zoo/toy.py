@@ -116,3 +116,13 @@ def attributes(module: nn.Module) -> dict[str, set[str]]:
     own = {name: set(vars(m)) for name, m in module.named_modules()}
     own[""] = {n for n in own[""] if n == "forward" or n.startswith("on_") or n.endswith("_step")}
     return own
+
+
+class Quantized(Tensor):
+    """Cannot be asked for its values, as torchao's quantized tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.aminmax, torch.isfinite, torch.isnan, Tensor.abs):
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs)

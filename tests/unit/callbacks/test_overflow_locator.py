@@ -16,6 +16,7 @@ from support import Manual, Poison, Recorder, Toy, assert_same, batches, fit, fl
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.overflows import BadRow, fp16, with_bad
+from zoo.toy import Quantized
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator, StepRecord
 from lightning_amp.callbacks import _overflow_locator
@@ -384,16 +385,6 @@ def test_masks_and_markers_are_not_named() -> None:
             self.register_buffer("empty", torch.zeros(0))
 
     fit(Masks, AmpPrecision("bf16"), batches(1), callbacks=[OverflowLocator()])
-
-
-class Quantized(Tensor):
-    """Cannot be asked for its values, as torchao's quantized tensors."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.isfinite, torch.isnan, Tensor.abs):
-            raise NotImplementedError(func)
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 @pytest.mark.parametrize("is_parameter", [True, False])

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import copy
-import csv
 import math
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from support import Manual, Poison, Recorder, Toy, batches, fit, stock
 from torch import Tensor
 
@@ -106,15 +103,3 @@ def test_goes_on_from_a_checkpoint_at_a_url(memory_folder: str) -> None:
         kwargs: dict[str, Any] = {"max_epochs": epochs, "enable_checkpointing": True, "callbacks": callbacks}
         fit(Toy, fp16(), ckpt_path=ckpt_path, **kwargs)
         assert ScaleHistory.from_csv(f"{memory_folder}/scale_history.csv").num_attempted == 8 * epochs
-
-
-def test_real_loggers(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "tb")]
-    fit(Toy, fp16(), logger=loggers, callbacks=[Poison(gradient=[1]), ScaleMonitor(4)])
-    with (Path(loggers[0].log_dir) / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(int(r["step"]), float(r["amp/loss_scale"])) for r in rows if r["amp/loss_scale"]] == [(3, 32.0), (7, 32.0)]
-    events = EventAccumulator(loggers[1].log_dir).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("amp/skipped_steps")] == [(3, 1.0), (7, 1.0)]

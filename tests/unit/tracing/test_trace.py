@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from zoo.toy import Quantized
 
 from lightning_amp.tracing import Call, Gradient, Trace, described, first_bad, first_difference, fp32_throughout
 
@@ -209,16 +210,6 @@ def test_nothing_is_left_behind_and_nothing_changes() -> None:
     for one, other in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0, equal_nan=True)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-
-
-class Quantized(Tensor):
-    """Cannot be asked for its values, as torchao's quantized tensors."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.aminmax, torch.isfinite, torch.isnan, Tensor.abs):
-            raise NotImplementedError(func)
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 def test_a_tensor_that_cannot_be_asked_is_passed_by() -> None:
