@@ -89,19 +89,16 @@ def test_an_upload_that_fails(failure: Exception, place: str, tmp_path: Path) ->
 # -- places ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["runs", "C:\\runs", "C:/runs", "a::b", Path("/a/b")])
-def test_a_path(path: Any) -> None:
-    assert location(path) == Path(path)
-
-
-@pytest.mark.parametrize("url", ["memory://", "memory://runs/1/", "simplecache::test-bucket://bucket/run"])
-def test_a_url_is_left_alone(url: str) -> None:
-    assert location(url) == url
-
-
-@pytest.mark.parametrize("protocol", ["file", "local"])
-def test_this_machine_is_a_path(protocol: str, tmp_path: Path) -> None:
-    assert location(f"{protocol}://{tmp_path}") == tmp_path
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        *((path, Path(path)) for path in ("runs", "C:\\runs", "C:/runs", "a::b", Path("/a/b"))),
+        *((url, url) for url in ("memory://", "memory://runs/1/", "simplecache::test-bucket://bucket/run")),
+        *((f"{protocol}://{Path.cwd()}", Path.cwd()) for protocol in ("file", "local")),
+    ],
+)
+def test_a_path_or_a_url(given: Any, expected: Any) -> None:
+    assert location(given) == expected
 
 
 def test_a_child() -> None:

@@ -41,28 +41,6 @@ def test_reads_back_in_blocks() -> None:
     assert log.last == StepRecord(8, 0, 8.0, 4.0, False, "none")
 
 
-def test_known_skips_stop_at_once() -> None:
-    log = RecordLog(3, describe_skips=lambda: "Parameter `x` is bad")
-    with pytest.raises(FloatingPointError, match=r"3 optimizer steps in a row.*1 with a non-finite loss, 2 with.*`x`"):
-        for i in range(4):
-            note(log, 0, None, Skip.YES, scalar(float("nan") if i == 1 else 1.0))
-            log.close_round(None)
-    assert log.num_skipped == 3
-    note(log, 0, None, Skip.NO, None)  # the log can be used again
-    log.close_round(None)
-    log.flush()
-    assert log.num_steps == 1
-
-
-def test_skips_on_the_device_stop_one_read_back_later() -> None:
-    log = RecordLog(3, block=8)
-    for _ in range(7):
-        note(log, 0, None, Skip(scalar(1.0)), None)
-        log.close_round(None)
-    with pytest.raises(FloatingPointError, match="in a row"):
-        log.flush()
-
-
 def skips(log: RecordLog, count: int) -> None:
     for _ in range(count):
         note(log, 0, None, Skip.YES, scalar(1.0))

@@ -39,18 +39,6 @@ class Once(Base):
         return output
 
 
-class Twice(Base):
-    """Calls its closure twice, as sharpness-aware minimisation does."""
-
-    def step(self, closure: Any = None) -> Any:
-        output = None
-        for _ in range(2):
-            with torch.enable_grad():
-                output = closure()
-            self.descend()
-        return output
-
-
 class TakesNone(Base):
     def step(self, *, temperature: float = 1.0) -> str:
         self.temperature = temperature
@@ -126,15 +114,6 @@ def fused(params: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.usefixtures("where_flags_live")
-def test_a_step_sees_true_gradients_and_so_does_who_looks() -> None:
-    loop = Loop(Once)
-    result = loop.step((1.0, 2.0))
-    assert (loop.optimizer.seen, loop.true, loop.weights) == ([[1.0, 2.0]], [1.0, 2.0], [-0.5, -1.0])
-    assert result.skip.known is False
-    assert (loop.output.item(), result.bad_loss.wait()) == (0.0, False)
-
-
-@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("scaler", [SCALE, None])
 @pytest.mark.parametrize("bad", [INF, NAN])
 def test_a_skipped_step_returns_what_the_closure_did(scaler: float | None, bad: float) -> None:
@@ -143,15 +122,6 @@ def test_a_skipped_step_returns_what_the_closure_did(scaler: float | None, bad: 
     assert result.skip is Skip.YES
     assert (loop.output.item(), result.bad_loss.wait()) == (0.0, False)
     assert (loop.optimizer.seen, loop.weights, loop.looked) == ([], [0.0, 0.0], 1)
-
-
-@pytest.mark.usefixtures("where_flags_live")
-def test_a_closure_that_is_called_twice_is_one_step() -> None:
-    loop = Loop(Twice)
-    loop.step((1.0, 2.0), (3.0, 4.0))
-    assert (loop.optimizer.seen, loop.weights) == ([[1.0, 2.0], [3.0, 4.0]], [-2.0, -3.0])
-    assert loop.looked == 2
-    assert loop.log.so_far(lambda: None)[:2] == (1, 0)
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -248,15 +218,3 @@ def test_without_gradients_there_is_nothing_to_decide() -> None:
     loop = Loop(fused)
     result = loop.step()
     assert (result.skip, result.loss_probe, result.bad_loss) == (Skip.NO, None, Skip.NO)
-
-
-def test_a_bad_loss_is_told_of_whatever_the_gradients_are() -> None:
-    loop = Loop(Once)
-
-    def closure() -> None:
-        scaled = loop.steps.scale_loss(loop.param.sum() + INF)
-        with loop.steps.scaled_backward():
-            scaled.backward()
-
-    _, result = loop.steps.step(loop.optimizer, closure, lambda: None, StepPlan())
-    assert (result.skip, result.bad_loss) == (Skip.NO, Skip.YES)

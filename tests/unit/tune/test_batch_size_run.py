@@ -177,12 +177,6 @@ class OfTheModule(Plain):
         return DataLoader(TensorDataset(torch.randn(40, 8), torch.randn(40, 1)), batch_size=self.hparams["batch_size"])
 
 
-def test_loaders_of_the_module(tmp_path: Path) -> None:
-    run, facts = short(tmp_path, OfTheModule, L.LightningDataModule, size=10)
-    assert run.error is None
-    assert (facts.own_size, facts.num_rows, facts.rows) == (4, 40, 10)
-
-
 class NoSize(Ocean):
     batch_size = "8"  # type: ignore[assignment]
 
@@ -214,11 +208,19 @@ class OnlyHparams(Sea):
         return DataLoader(self.data, batch_size=self.hparams["batch_size"])
 
 
-@pytest.mark.parametrize(("data", "own_size"), [(Ocean, 8), (Both, 4), (OnlyHparams, 4)])
-def test_every_place(data: Any, own_size: int, tmp_path: Path) -> None:
-    run, facts = short(tmp_path, Plain, data, size=16)
+@pytest.mark.parametrize(
+    ("module", "data", "own_size", "num_rows"),
+    [
+        (Plain, Ocean, 8, 128),
+        (Plain, Both, 4, 128),
+        (Plain, OnlyHparams, 4, 128),
+        (OfTheModule, L.LightningDataModule, 4, 40),  # the module has the loaders
+    ],
+)
+def test_every_place(module: Any, data: Any, own_size: int, num_rows: int, tmp_path: Path) -> None:
+    run, facts = short(tmp_path, module, data, size=16)
     assert run.error is None
-    assert (facts.own_size, facts.rows, facts.num_rows) == (own_size, 16, 128)
+    assert (facts.own_size, facts.rows, facts.num_rows) == (own_size, 16, num_rows)
 
 
 # -- measurements ------------------------------------------------------------------------------------------------------
