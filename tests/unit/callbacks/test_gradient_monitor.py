@@ -314,28 +314,3 @@ def test_a_later_backward_does_not_change_the_gradient_of_a_step() -> None:
     monitor = GradientMonitor()
     fit(Adversaries, AmpPrecision("fp16"), batches(6), callbacks=[monitor])
     assert min(row.sqnr_db for row in monitor.table) > 30
-
-
-class ClipsBetweenBackwards(Manual):
-    """A second backward adds its gradients to unscaled ones, as in gradient accumulation by hand."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        self.trainer.precision_plugin.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(self.parameters(), 1e3)
-        self.manual_backward(self.loss(batch * 0.5))
-        optimizer.step()
-
-
-class ScalesByHand(ClipsBetweenBackwards):
-    def manual_backward(self, loss: Tensor) -> None:  # type: ignore[override]
-        self.trainer.precision_plugin.scaler.scale(loss).backward()
-
-
-@pytest.mark.parametrize("module", [ClipsBetweenBackwards, ScalesByHand])
-def test_a_backward_after_unscaling_is_seen(module: Any) -> None:
-    monitor = GradientMonitor(4)
-    fit(module, AmpPrecision("fp16", scaler=1024.0), callbacks=[monitor])
-    assert all(row.sqnr_db > 40 for row in monitor.table)

@@ -1,4 +1,4 @@
-"""One attempt to step, for optimizers that call their closure once, twice or never, or do not accept one."""
+"""One attempt to step, for optimizers that call their closure, or do not accept one."""
 
 from __future__ import annotations
 

@@ -82,24 +82,15 @@ def test_a_failed_copy_leaves_no_half_filled_objects() -> None:
     assert copy.first[0] is not values
 
 
-def test_a_weak_proxy_is_shared() -> None:
+def test_weak_proxies_events_streams_and_imported_modules_are_shared(device: torch.device) -> None:
     module: Any = Module()
-    module.profiled = [weakref.proxy(module)]
-    assert copied(module).profiled[0] is module.profiled[0]
-
-
-def test_events_and_streams_are_shared(device: torch.device) -> None:
-    module: Any = Module()
+    module.profiled, module.numpy = [weakref.proxy(module)], np
     module.event, module.stream = torch.Event(device.type), torch.Stream(device.type)
     copy: Any = copied(module)
+    assert copy.profiled[0] is module.profiled[0]
+    assert copy.numpy is np
     assert copy.event is module.event
     assert copy.stream is module.stream
-
-
-def test_imported_modules_are_shared() -> None:
-    module: Any = Module()
-    module.numpy = np
-    assert copied(module).numpy is np
 
 
 def test_half_precision_is_upcast_on_demand() -> None:
