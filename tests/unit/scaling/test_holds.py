@@ -102,14 +102,6 @@ def test_what_the_device_knows_is_decided_when_code_reads_the_rate(reader: str, 
     assert schedule.rate == expected
 
 
-def test_a_closed_hold_leaves_nothing() -> None:
-    schedule = Schedule()
-    schedule.hold.close()
-    assert type(schedule.scheduler) is ExponentialLR
-    assert not schedule.optimizer._optimizer_state_dict_pre_hooks
-    assert schedule.step() == 0.5
-
-
 class WithSlots:
     __slots__ = ("updates",)
 

@@ -118,14 +118,6 @@ def test_state_continues(how: str, hysteresis: int) -> None:
     assert scales(other, tail) == whole[len(head) :]
 
 
-def test_what_the_user_passed_wins_over_the_state() -> None:
-    state = DynamicLossScaler(growth_interval=100, hysteresis=3).state_dict() | {"scale": 4.0}
-    scaler = DynamicLossScaler(growth_interval=2000)  # the default, but given explicitly
-    assert scaler.overridden(state) == {"growth_interval": (2000, 100)}
-    scaler.load_state_dict(state)
-    assert (scaler.get_growth_interval(), scaler.hysteresis, scaler.get_scale()) == (2000, 3, 4.0)
-
-
 def test_disabled_does_nothing() -> None:
     scaler = DynamicLossScaler(enabled=False)
     loss = torch.ones(())

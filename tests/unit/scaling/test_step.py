@@ -40,8 +40,7 @@ class Once(Base):
 
 
 class TakesNone(Base):
-    def step(self, *, temperature: float = 1.0) -> str:
-        self.temperature = temperature
+    def step(self) -> str:
         self.descend()
         return "own output"
 
@@ -85,9 +84,8 @@ class Loop:
 
     def look(self) -> None:
         self.looked += 1
-        self.true = None if self.param.grad is None else self.param.grad.tolist()
 
-    def step(self, *gradients: tuple[float, float] | BaseException, **kwargs: Any) -> StepResult:
+    def step(self, *gradients: tuple[float, float] | BaseException) -> StepResult:
         """Step with a closure that computes these gradients, one after the other. Keep the `output`."""
         coming = iter(gradients)
 
@@ -97,8 +95,7 @@ class Loop:
                 raise gradient
             return "nothing" if gradient is None else self.backward(*gradient)
 
-        plan = kwargs.pop("plan", StepPlan())._replace(in_closure=kwargs.pop("closure_runs_backward", True))
-        self.output, result = self.steps.step(self.optimizer, closure, self.look, plan, **kwargs)
+        self.output, result = self.steps.step(self.optimizer, closure, self.look, StepPlan())
         return result
 
     @property
@@ -184,26 +181,6 @@ def test_an_overflow_on_another_rank_skips_the_step_here(make: Any, bad: bool) -
 
 
 # -- who looks ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("max_norm", [None, 0.1])
-def test_a_folded_step_needs_nobody_to_clip(max_norm: float | None) -> None:
-    loop, plain = Loop(fused), Loop(fused)
-    loop.step((3.0, 4.0), plan=StepPlan(fold=True, max_norm=max_norm))
-    assert loop.looked == 0
-    plain.steps.step(plain.optimizer, lambda: plain.backward(3.0, 4.0), plain.look, StepPlan())
-    assert plain.looked == 1
-    assert loop.weights == pytest.approx(plain.weights)  # Adam's first step does not depend on the norm
-
-
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize(("max_norm", "looked"), [(None, 0), (0.1, 1)])
-def test_what_cannot_be_folded_is_clipped_by_who_looks(max_norm: float | None, looked: int) -> None:
-    loop = Loop(Once)
-    loop.step((3.0, 4.0), plan=StepPlan(fold=True, max_norm=max_norm))
-    assert loop.looked == looked
-    assert loop.optimizer.seen == [[3.0, 4.0]]
 
 
 def test_nothing_is_skipped_where_nobody_wants_it() -> None:
