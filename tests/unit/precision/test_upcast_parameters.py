@@ -88,18 +88,6 @@ def test_only_when_a_fit_begins_and_for_good() -> None:
         assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
 
 
-def test_an_optimizer_that_is_older_than_the_fit() -> None:
-    class Early(Toy):
-        def configure_model(self) -> None:
-            self.optimizer = adamw(self.to(DEVICE).parameters())
-
-        def configure_optimizers(self) -> Any:
-            return self.optimizer
-
-    trainer = fit(Early().to(torch.bfloat16), upcasting())
-    assert {v.dtype for v in trainer.optimizers[0].state_dict()["state"][0].values()} == {torch.float32}
-
-
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,11 @@ def gradients() -> GradientTable:
     return GradientTable([gradient_row(step, name) for step in (0, 3) for name in ("a", "b")])
 
 
-@pytest.mark.parametrize("make", [history, gradients, comparisons])
+def modules() -> ModuleTable:
+    return ModuleTable([module_row(name, 50.0, epoch=epoch) for epoch in (0, 1) for name in ("a", "b")])
+
+
+@pytest.mark.parametrize("make", [history, gradients, comparisons, modules])
 def test_a_table_is_a_sequence(make: object, tmp_path: Path) -> None:
     table = make()  # type: ignore[operator]
     assert isinstance(table, Table)
@@ -59,11 +63,12 @@ def test_a_table_is_a_sequence(make: object, tmp_path: Path) -> None:
     assert [float(line["scale"]) for line in lines if "scale" in line] == [r.scale for r in rows if hasattr(r, "scale")]
 
 
-def test_rows_of_a_checkpoint_are_sampled_as_they_were() -> None:
-    table = gradients()
-    table.add([gradient_row(7, "a")])
-    assert GradientTable(table).last == table.last == [gradient_row(7, "a")]
-    assert GradientTable().last == []
+@pytest.mark.parametrize("make", [gradients, modules])
+def test_rows_of_a_checkpoint_are_sampled_as_they_were(make: Any) -> None:
+    table, row = make(), gradient_row(7, "a") if make is gradients else module_row("a", 51.0, epoch=7)
+    table.add([row])
+    assert type(table)(table).last == table.last == [row]
+    assert type(table)().last == []
 
 
 def test_two_comparisons_at_one_step_are_two() -> None:
@@ -140,17 +145,6 @@ def test_the_worst_come_first() -> None:
     )
     assert_approved("modules", {"all": str(table), "two": table.to_text(max_rows=2), "empty": str(ModuleTable())})
     assert table.to_text(max_rows=None).splitlines()[1].startswith("a")
-
-
-def test_rows_make_the_same_samples_again(tmp_path: Path) -> None:
-    table = ModuleTable()
-    table.add([module_row("a", 50.0), module_row("b", 40.0)])
-    table.add([module_row("a", 51.0, epoch=1)])
-    again = ModuleTable([ModuleRow(*values) for values in table])
-    assert [*again] == [*table]
-    assert again.last == table.last == [module_row("a", 51.0, epoch=1)]
-    table.to_csv(tmp_path / "modules.csv")
-    assert (tmp_path / "modules.csv").read_text().splitlines()[0].startswith("epoch,step,name,kind,num_calls,sqnr_db")
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
