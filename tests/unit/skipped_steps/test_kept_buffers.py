@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from support import FEATURES, CountReads, Toy, WithoutAutocast, fit
-from support.promises import OPTIMIZERS, PLAIN_AND_FUSED
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.scaling import Skip, StepResult
@@ -85,44 +83,3 @@ def test_it_waits_only_where_a_tensor_was_replaced(replaced: bool, reads: int) -
     assert module.queue is queue
     assert queue.tolist() == [0.0, 0.0]
     assert mine.tolist() == [1.0] * 3  # the other tensor is not written into
-
-
-# -- in a Trainer ------------------------------------------------------------------------------------------------------
-
-
-class StepsLate(L.LightningModule):
-    """The second optimizer steps at the start of the next batch, before its forward."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.first, self.second = nn.Linear(FEATURES, 4), nn.Linear(4, 1)
-        self.norm = nn.BatchNorm1d(4)
-        self.make_optimizer = optimizer
-
-    def configure_optimizers(self) -> Any:
-        return [self.make_optimizer(net.parameters()) for net in (self.first, self.second)]
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        first, second = self.optimizers()
-        if batch_idx:
-            second.step()
-        self.means = [*getattr(self, "means", []), self.norm.running_mean.clone()]
-        first.zero_grad()
-        second.zero_grad()
-        self.manual_backward(self.second(self.norm(self.first(batch))).float().pow(2).mean())
-        if batch_idx == 3:
-            self.second.weight.grad[0, 0] = torch.inf  # the first optimizer's gradients are finite, so it steps
-        first.step()
-
-
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
-def test_statistics_go_back_for_a_step_in_the_next_batch(optimizer: str) -> None:
-    plugin = WithoutAutocast("fp16")
-    trainer = fit(lambda: StepsLate(OPTIMIZERS[optimizer]), plugin)
-    means = trainer.lightning_module.means
-    assert plugin.num_skipped == 1
-    assert torch.equal(means[4], means[3])  # equal to the values before the bad batch
-    assert not torch.equal(means[3], means[2])
-    assert not torch.equal(means[5], means[4])
