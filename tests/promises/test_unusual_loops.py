@@ -66,6 +66,15 @@ def fit(net: Net, precision: str, batches: int, **kwargs: Any) -> L.Trainer:
     return trainer
 
 
+def assert_as_fp32(make: Any, batches: int, atol: float = 1e-3, scaler: Any = None, **kwargs: Any) -> None:
+    """Compare the parameters of a run in fp16 with those of a run in fp32, apart from rounding."""
+    nets = make(), make()
+    fit(nets[0], "fp32", batches, **kwargs)
+    fit(nets[1], "fp16", batches, plugin=scaler and AmpPrecision("fp16", scaler=scaler), **kwargs)
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=atol)
+
+
 # -- gradients that do not come from a scaled backward -------------------------------------------
 
 
@@ -164,11 +173,7 @@ def test_assigned_gradients_that_may_carry_the_scale_are_refused() -> None:
     ],
 )
 def test_assigned_gradients_are_as_in_fp32(loop: Any, optimizers: Any) -> None:
-    nets = {precision: Net(loop, optimizers) for precision in ("fp32", "fp16")}
-    for precision, net in nets.items():
-        fit(net, precision, 2)
-    for one, other in zip(nets["fp32"].parameters(), nets["fp16"].parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+    assert_as_fp32(lambda: Net(loop, optimizers), 2, atol=1e-4)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -186,10 +191,7 @@ def test_a_step_that_failed_may_be_tried_again(fused: bool) -> None:
             optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
 
-    nets = {precision: Net(loop, lambda net: one_sgd(net, fused=fused)) for precision in ("fp32", "fp16")}
-    for precision, net in nets.items():
-        fit(net, precision, 3)
-    torch.testing.assert_close(nets["fp32"].a.weight, nets["fp16"].a.weight, rtol=1e-2, atol=1e-3)
+    assert_as_fp32(lambda: Net(loop, lambda net: one_sgd(net, fused=fused)), 3)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -207,23 +209,6 @@ def test_a_closure_that_failed_leaves_the_gradients_of_the_last_step(fused: bool
         steps.step(optimizer, closure)
     steps.unscale_(optimizer)
     torch.testing.assert_close(net.weight.grad, torch.full((1, 4), 2.0))
-
-
-@pytest.mark.parametrize("scaler", [None, 1024.0])
-def test_assigned_gradients_in_an_own_loop(scaler: float | None) -> None:
-    a, b = nn.Linear(4, 1), nn.Linear(4, 1)
-    one, other = torch.optim.SGD(a.parameters(), 0.1), torch.optim.SGD(b.parameters(), 0.1)
-    steps = ScaledSteps(scaler, [one, other])
-    for _ in range(2):
-        one.zero_grad()
-        steps.backward(a(torch.ones(2, 4)).square().mean())
-        steps.step(one)
-        other.zero_grad()
-        for p in b.parameters():
-            p.grad = torch.ones_like(p)
-        before = b.weight.detach().clone()
-        steps.step(other)
-        torch.testing.assert_close(b.weight, before - 0.1)
 
 
 class Fails(torch.autograd.Function):
@@ -255,19 +240,7 @@ def caught_by_hand(net: Net, x: Tensor, index: int) -> None:
 
 
 def test_an_error_inside_a_backward_by_hand_is_over_when_it_was_caught() -> None:
-    nets = {precision: Net(caught_by_hand, one_sgd) for precision in ("fp32", "fp16")}
-    for precision, net in nets.items():
-        fit(net, precision, 5)
-    torch.testing.assert_close(nets["fp32"].a.weight, nets["fp16"].a.weight, rtol=1e-2, atol=1e-3)
-
-
-def test_a_backward_by_hand_in_an_own_loop_is_refused() -> None:
-    net, scaler = nn.Linear(4, 1), DynamicLossScaler()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    steps = ScaledSteps(scaler, [optimizer])
-    scaler.scale(net(torch.ones(2, 4)).sum()).backward()
-    with pytest.raises(RuntimeError, match=r"do not come from `steps.backward\(loss\)`"):
-        steps.step(optimizer)
+    assert_as_fp32(lambda: Net(caught_by_hand, one_sgd), 5)
 
 
 def test_validation_may_run_a_backward() -> None:
@@ -314,34 +287,6 @@ def test_an_optimizer_that_ignores_its_closure_skips(precision: str) -> None:
     assert (plugin.num_steps, plugin.num_skipped) == (2, 1)
 
 
-@pytest.mark.parametrize("scaler", [None, 1024.0])
-def test_an_optimizer_that_ignores_its_closure_skips_in_an_own_loop(scaler: float | None) -> None:
-    net = nn.Linear(4, 1)
-    optimizer = Ignores(net.parameters())
-    steps = ScaledSteps(scaler, [optimizer])
-    steps.backward((net(torch.ones(2, 4)) * torch.inf).sum())
-    steps.step(optimizer)
-    assert net.weight.isfinite().all()
-    assert steps.num_skipped == 1
-
-
-def test_a_closure_in_an_own_loop_runs_inside_of_the_step() -> None:
-    """The optimizer calls it as often as it likes."""
-    net, calls = nn.Linear(4, 1), []
-    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
-    steps = ScaledSteps(1024.0, [optimizer])
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = (net(torch.ones(2, 4)) - 1).square().mean()
-        steps.backward(loss)
-        calls.append(loss.item())
-        return loss
-
-    steps.step(optimizer, closure)
-    assert len(calls) > 1
-
-
 class Stages(Net):
     """Gets another optimizer in its second epoch."""
 
@@ -381,13 +326,8 @@ class Stages(Net):
     ],
 )
 def test_an_optimizer_that_comes_later(how: str, accumulated: int) -> None:
-    nets = {precision: Stages(how) for precision in ("fp32", "fp16")}
-    for precision, net in nets.items():
-        scaler = DynamicLossScaler(64.0, growth_interval=3) if precision == "fp16" else None
-        plugin = AmpPrecision(precision, scaler=scaler)
-        fit(net, precision, 4, max_epochs=2, plugin=plugin, accumulate_grad_batches=accumulated)
-    for one, other in zip(nets["fp32"].parameters(), nets["fp16"].parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+    scaler = DynamicLossScaler(64.0, growth_interval=3)
+    assert_as_fp32(lambda: Stages(how), 4, scaler=scaler, max_epochs=2, accumulate_grad_batches=accumulated)
 
 
 def test_gradients_of_parameters_that_join_an_optimizer_follow_the_scale_once() -> None:
@@ -402,12 +342,7 @@ def test_gradients_of_parameters_that_join_an_optimizer_follow_the_scale_once() 
         net.manual_backward((net.a(x) + net.b(x)).float().square().mean())
         optimizer.step()
 
-    nets = {precision: Net(decays, one_sgd) for precision in ("fp32", "fp16")}
-    for precision, net in nets.items():
-        scaler = DynamicLossScaler(64.0, growth_interval=2) if precision == "fp16" else None
-        fit(net, precision, 8, plugin=AmpPrecision(precision, scaler=scaler))
-    for one, other in zip(nets["fp32"].parameters(), nets["fp16"].parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+    assert_as_fp32(lambda: Net(decays, one_sgd), 8, scaler=DynamicLossScaler(64.0, growth_interval=2))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
