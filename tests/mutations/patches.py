@@ -234,7 +234,7 @@ SCALING = [
         "scaling/_log.py",
         '"none" if not skip else "gradient" if math.isfinite(loss) else "loss"',
         '"none" if not skip else "gradient"',
-        (f"{LOOPS}test_reasons",),
+        (f"{PROMISES}test_mended_gradients.py::test_the_loss_says_why",),
     ),
     Mutation(
         "records have the next scale of another step",

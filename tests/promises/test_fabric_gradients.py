@@ -14,7 +14,7 @@ from support import FEATURES, assert_same
 from support.fabric import CASES, DEVICE, FabricPlugins, Loop, batches, optimizer_tensors, promise, without
 from support.promises import DIFFERS, OPTIMIZERS, fused_adamw, fused_sgd, plain_adamw
 from torch import Tensor, nn
-from zoo.toy import Island
+from zoo.toy import SAM, Island
 
 BAD: Any = {0: "gradient", 2: "loss", 5: "gradient"}
 ours = pytest.mark.parametrize("plugins", [FabricPlugins()])
@@ -151,42 +151,6 @@ def test_autocast_around_the_whole_step(plugins: FabricPlugins, precision: str) 
 # -- row 11: closures --------------------------------------------------------------------------------------------------
 
 
-class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimisation: the closure runs twice, the second time at perturbed weights."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.05})
-
-    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = torch.enable_grad()(closure)()
-        with torch.no_grad():
-            params = [p for group in self.param_groups for p in group["params"]]
-            moves = [p.grad * 0.05 for p in params]
-            torch._foreach_add_(params, moves)
-            torch.enable_grad()(closure)()
-            torch._foreach_sub_(params, moves)
-            for parameter in params:
-                parameter.sub_(parameter.grad, alpha=0.05)
-        return loss
-
-
-class Extrapolating(torch.optim.SGD):
-    """It moves the weights before it calls its closure, as schedule-free optimizers do, and then moves them back."""
-
-    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        params = [p for group in self.param_groups for p in group["params"]]
-        moves = [self.state[p].get("last", torch.full_like(p, 0.01)) for p in params]
-        with torch.no_grad():
-            torch._foreach_add_(params, moves)
-        loss = closure()
-        with torch.no_grad():
-            torch._foreach_sub_(params, moves)
-            for parameter in params:
-                self.state[parameter]["last"] = parameter.grad * 0.05
-        super().step()
-        return loss
-
-
 def lbfgs(params: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(params, lr=0.1, max_iter=3, tolerance_grad=0, tolerance_change=0)
 
@@ -209,13 +173,7 @@ def with_closures(plugin: Any, optimizer: Any, trouble: Any = None, data: Any = 
     return loop.weights(), [loss for index, loss in enumerate(losses) if index not in (trouble or {})]
 
 
-def extrapolating(params: Any) -> torch.optim.Optimizer:
-    return Extrapolating(params, lr=0.05)
-
-
-CLOSURES = {
-    "lbfgs": lbfgs, "sam": Sam, "extrapolating": extrapolating, "adamw": plain_adamw, "fused adamw": fused_adamw
-}  # fmt: skip
+CLOSURES = {"lbfgs": lbfgs, "sam": SAM, "adamw": plain_adamw, "fused adamw": fused_adamw}
 NO_CLOSURES = "not compatible|Closure use is not"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -37,52 +36,6 @@ def test_half_precision_parameters_are_refused(plugins: FabricPlugins, precision
     loop = Loop(getattr(plugins, precision)(), lambda: net().to(dtype))
     with pytest.raises((TypeError, ValueError), match=r"0\.weight.*float\(\)"):
         loop.model(batches()[0].to(DEVICE))
-
-
-@both_ways
-def test_frozen_half_parameters_are_fine() -> None:
-    class Frozen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.frozen = nn.Linear(FEATURES, FEATURES).half().requires_grad_(False)
-            self.net = net()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(self.frozen(x))
-
-    plugin = FabricPlugins().fp16()
-    Loop(plugin, Frozen).run()
-    assert plugin.num_steps == 8
-
-
-# -- row 18: a reused weight -------------------------------------------------------------------------------------------
-
-
-class Edited(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(FEATURES, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        before = self.net(x)
-        with torch.no_grad():
-            self.net.weight.mul_(0.5)
-        return self.net(x) + 0 * before
-
-
-@both_ways
-def test_a_weight_is_never_stale() -> None:
-    """An edit inside a forward, a step, and a restored copy of the weights all reach the next use."""
-    loop = Loop(FabricAmpPrecision("bf16"), Edited, plain_sgd)
-    batch = loop.fabric.to_device(batches()[0])
-    for _ in range(3):
-        outputs = loop.model(batch)
-        inner = loop.model.module.net
-        fresh = nn.functional.linear(batch.bfloat16(), inner.weight.bfloat16(), inner.bias.bfloat16()).float()
-        assert_same(outputs.detach(), fresh.detach())
-        loop.fabric.backward(outputs.sum())
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
 
 
 # -- row 19: torch.compile ---------------------------------------------------------------------------------------------
@@ -211,13 +164,6 @@ def test_evaluation_between_steps() -> None:
         return loop.run(after=look if evaluate else None).weights()
 
     assert_same(train(True), train(False))
-
-
-@both_ways
-def test_warnings_are_not_raised_by_a_normal_loop() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Loop(FabricAmpPrecision("fp16"), net, fused_adamw).run(edit=lambda loop: loop.clip(max_norm=1.0))
 
 
 def test_a_guarded_schedule_of_a_fused_optimizer_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

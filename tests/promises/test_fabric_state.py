@@ -15,7 +15,7 @@ from support.promises import OPTIMIZERS, plain_adamw, plain_sgd
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, FabricAmpPrecision
+from lightning_amp import DynamicLossScaler, FabricAmpPrecision
 from lightning_amp.reports import ScaleHistory
 
 both_ways = pytest.mark.usefixtures("where_flags_live")
@@ -185,20 +185,6 @@ def test_history(tmp_path: Path) -> None:
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    ({"precision": "fp12"}, "precision"),
-    ({"precision": "bf16", "scaler": 1024.0}, "scaler"),
-    ({"precision": "fp16", "scaler": -1.0}, "scaler"),
-    ({"precision": "fp16", "skip_nonfinite": "yes"}, "skip_nonfinite"),
-    ({"precision": "fp16", "fp32_modules": "head"}, "fp32_modules"),
-    ({"precision": "fp16", "fp32_modules": [3]}, "fp32_modules"),
-    ({"precision": "fp16", "restore_buffers": "queue"}, "restore_buffers"),
-])  # fmt: skip
-def test_wrong_arguments(arguments: Any, words: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=words):
-        FabricAmpPrecision(**arguments)
-
-
 @pytest.mark.parametrize("settings", [{"fp32_modules": ["nowhere*"]}, {"restore_buffers": ["nowhere*"]}])
 def test_rules_that_match_nothing(settings: Any) -> None:
     loop = Loop(FabricPlugins().fp16(settings=settings), net)
@@ -219,19 +205,6 @@ def test_the_trainer_refuses_the_plugin() -> None:
     with pytest.raises((TypeError, RuntimeError, ValueError, L.pytorch.utilities.exceptions.MisconfigurationException),
                        match=r"(?<!Fabric)AmpPrecision"):  # fmt: skip
         quiet_trainer(plugins=[FabricAmpPrecision("fp16")])
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "auto"])
-def test_fabric_refuses_the_trainers_plugin(precision: str) -> None:
-    with pytest.raises(TypeError, match="FabricAmpPrecision"):
-        fabric = L.Fabric(accelerator=DEVICE, devices=1, plugins=[AmpPrecision(precision)])
-        fabric.setup(net())
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
-def test_strategies_with_plugins_of_their_own(strategy: str) -> None:
-    with pytest.raises((TypeError, ImportError, ValueError, RuntimeError), match="fsdp|FSDP|deepspeed|DeepSpeed|CUDA"):
-        L.Fabric(accelerator=DEVICE, devices=1, strategy=strategy, plugins=[FabricAmpPrecision("fp16")])
 
 
 @both_ways
@@ -304,15 +277,6 @@ def test_an_optimizer_that_was_not_set_up() -> None:
     with pytest.raises(RuntimeError, match="setup"):
         optimizer.step()
     assert_same(dict(module.named_parameters()), before)
-
-
-@both_ways
-@pytest.mark.parametrize("arguments", [{}, {"max_norm": 1.0, "clip_val": 1.0}])
-def test_clip_without_a_value(arguments: Any) -> None:
-    loop = Loop(FabricPlugins().fp16())
-    loop.backward(batches()[0])
-    with pytest.raises(ValueError, match="clip_val"):
-        loop.clip(**arguments)
 
 
 @both_ways

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -14,7 +14,6 @@ from support import (
     FEATURES,
     Manual,
     Poison,
-    Records,
     Toy,
     WithoutAutocast,
     assert_as_fp32,
@@ -31,42 +30,16 @@ from support.promises import (
     PLAIN_AND_FUSED,
     Plugins,
     fused_adamw,
-    fused_sgd,
     plain_sgd,
     promise,
 )
 from torch import Tensor, nn
 from torch._functorch import config
-from torch.utils.data import DataLoader
-from zoo.toy import Island, TakesNoClosure
+from zoo.toy import SAM, Island, TakesNoClosure
 
 from lightning_amp import AmpPrecision
 
 # -- row 11: optimizers that call their closure more than once ------------------------------------
-
-
-class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation as published: it climbs, asks for gradients again, comes back, and steps."""
-
-    def __init__(self, params: Any, lr: float = 0.05, rho: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr, "rho": rho})
-        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        closure = torch.enable_grad()(closure)
-        loss = closure()
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in params]).norm()
-        for p in params:
-            self.state[p]["climb"] = p.grad * (self.param_groups[0]["rho"] / (norm + 1e-12))
-            p.add_(self.state[p]["climb"])
-        closure()
-        for p in params:
-            p.sub_(self.state[p]["climb"])
-        self.base.step()
-        return loss
 
 
 def lbfgs(line_search: str | None) -> Any:
@@ -201,32 +174,6 @@ def test_bad_batches_never_lower_the_scale(plugins: Plugins) -> None:
     torch.testing.assert_close(plugin.scaler.get_scale(), 2.0**10)
 
 
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
-def test_reasons(optimizer: str) -> None:
-    records = Records()
-    fit(lambda: Toy(OPTIMIZERS[optimizer]), Plugins(True).scaled(), callbacks=[Poison([1], loss=[3]), records])
-    assert records.reasons == ["none", "gradient", "none", "loss", "none", "none", "none", "none"]
-    assert [r.scale for r in records.all] == [1024.0, 1024.0] + [512.0] * 6
-    assert [r.next_scale for r in records.all] == [1024.0] + [512.0] * 7
-
-
-@pytest.fixture
-def filled_memory() -> Iterator[None]:
-    """Fill uninitialised memory with NaN, so that the test does not depend on earlier contents."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("filled_memory")
-@promise(6, stock=DIFFERS)
-def test_torchs_fused_sgd_bug(plugins: Plugins) -> None:
-    """A fused SGD with momentum whose first step is skipped keeps an uninitialised buffer (torch 2.13)."""
-    rest = DataLoader([*batches()][1:], batch_size=None)  # pyright: ignore[reportArgumentType]
-    assert_as_fp32(lambda: Toy(fused_sgd), plugins.scaled(), without=rest, callbacks=[Poison(gradient=[0])])
-
-
 # -- row 12: half-precision losses ----------------------------------------------------------------
 
 
@@ -278,27 +225,6 @@ def test_odd_parameters(plugins: Plugins, kind: str) -> None:
     plugin = plugins.scaled()
     fit(lambda: Odd(kind), plugin, callbacks=[Poison(gradient=[2])])
     assert plugin.num_skipped == 1
-
-
-class OneNumberForAll(Toy):
-    """Gradients that are views of one number: an optimizer can read them, but nobody can write into them."""
-
-    def __init__(self, bad: int | None = None) -> None:
-        super().__init__(plain_sgd)
-        self.bad = bad
-
-    def on_after_backward(self) -> None:
-        value = torch.nan if self.trainer.fit_loop.batch_idx == self.bad else 0.5
-        for parameter in self.parameters():
-            parameter.grad = torch.full((1,), value, device=parameter.device).expand_as(parameter)
-
-
-@pytest.mark.usefixtures("where_flags_live")
-def test_gradients_that_cannot_be_written_into() -> None:
-    assert_as_fp32(OneNumberForAll, AmpPrecision("fp32"))
-    trainer = fit(lambda: OneNumberForAll(bad=2), plugin := AmpPrecision("fp32"))
-    assert plugin.num_skipped == 1
-    assert_same(trainer, fit(OneNumberForAll, None, batches(7)))
 
 
 class Float64(Toy):

@@ -71,6 +71,30 @@ class Island(nn.Module):
             return torch.tanh(x.float() @ self.weight)
 
 
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation as published: it climbs, asks for gradients again, comes back, and steps."""
+
+    def __init__(self, params: Any, lr: float = 0.05, rho: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            self.state[p]["climb"] = p.grad * (self.param_groups[0]["rho"] / (norm + 1e-12))
+            p.add_(self.state[p]["climb"])
+        closure()
+        for p in params:
+            p.sub_(self.state[p]["climb"])
+        self.base.step()
+        return loss
+
+
 class TakesNoClosure(torch.optim.Optimizer):
     """SGD whose `step` takes no closure, but a keyword of its own."""
 
