@@ -138,22 +138,6 @@ def test_a_queue_is_that_of_a_run_without_the_batch(
     assert_same(buffers(trainer), buffers(reference))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_one_bad_batch_and_every_later_step_is_nan(precision: str) -> None:
-    """The problem of the row, in each precision, with the defaults."""
-
-    def run(**kwargs: Any) -> tuple[AmpPrecision, L.Trainer]:
-        plugin = AmpPrecision(precision, **kwargs)
-        return plugin, fit(lambda: Replaced(bad=[3]), plugin, data(60))
-
-    sick, trainer = run()
-    assert sick.num_skipped >= 57  # until the end
-    assert trainer.lightning_module.queue.isnan().any()
-    well, trainer = run(restore_buffers=["queue", "queue_pointer"])
-    assert well.num_skipped <= 1 + 8 * (precision == "fp16")  # the scale settles
-    assert trainer.lightning_module.queue.isfinite().all()
-
-
 class Manual(MoCo):
     """Two optimizers. The second forward writes the queue."""
 
@@ -226,32 +210,6 @@ def test_a_checkpoint_has_the_buffers_of_the_last_good_step(tmp_path: Path) -> N
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
     assert_same(saved["queue"], fit(lambda: MoCo(fused_adamw), None, data(3)).lightning_module.queue)
-
-
-def test_a_batch_that_is_kept_is_not_written_into() -> None:
-    """A buffer that was replaced by somebody else's tensor gets the old tensor back. The new tensor stays unchanged."""
-
-    class Keeps(MoCo):
-        rules = ("queue_last",)
-
-        def __init__(self) -> None:
-            super().__init__(bad=[3])
-            self.register_buffer("queue_last", torch.zeros(4, 8))
-            self.kept: list[Tensor] = []
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            self.queue_last = batch
-            self.kept.append(batch)
-            return None if batch_idx > 3 else super().training_step(batch, batch_idx)
-
-        def write(self, key: Tensor) -> None: ...
-
-    for optimizer in (plain_adamw, fused_adamw):
-        module = Keeps()
-        module.make_optimizer = optimizer
-        fit(module, ours(Keeps), data(4))
-        assert_same(module.kept[3].cpu(), list(data(4))[3])
-        assert_same(module.queue_last.cpu(), list(data(4))[2])
 
 
 # -- rules ---------------------------------------------------------------

@@ -14,16 +14,13 @@ import torch
 from support import (
     CountReads,
     Manual,
-    Records,
     Toy,
-    WithoutAutocast,
     assert_as_fp32,
     assert_same,
-    batches,
     fit,
     flags_on_a_device,
 )
-from support.promises import Plugins, fused_adamw, plain_adamw, plain_sgd
+from support.promises import Plugins, fused_adamw, plain_sgd
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision
@@ -97,27 +94,6 @@ def test_whichever_call(call: str, edit: str) -> None:
     plugin = plugin_for("scaled")
     fit(lambda: Unscales(EDITS[edit], call), plugin)
     assert (plugin.num_skipped, plugin.scaler.get_scale()) == (1, 2.0**9)
-
-
-@pytest.mark.parametrize("threshold", [0.1, LARGE])
-def test_as_torchs_own_recipe(threshold: float) -> None:
-    def clip_at(module: nn.Module) -> None:
-        nn.utils.clip_grad_value_(module.parameters(), threshold)
-
-    torch.manual_seed(0)
-    module, scaler = Toy(plain_adamw), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer: Any = module.configure_optimizers()
-    for i, batch in enumerate(batches()):
-        optimizer.zero_grad()
-        scaler.scale(module.loss(batch)).backward()
-        if i == BAD:
-            overflow(module)
-        scaler.unscale_(optimizer)
-        clip_at(module)
-        scaler.step(optimizer)
-        scaler.update()
-    plugin = WithoutAutocast("fp16", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
-    assert_same(fit(lambda: Unscales(clip_at, "scaler", plain_adamw), plugin), module)
 
 
 # -- automatic optimization --------------------------------------------------------------------------------------------
@@ -239,37 +215,6 @@ def test_gradients_that_were_dropped_do_end_it(optimizer: str, precision: str, t
     plugin = plugin_for(precision)
     assert_as_fp32(lambda: TwoBackwards(OPTIMIZERS[optimizer], lambda o: o.zero_grad(set_to_none=to_none)), plugin)
     assert plugin.num_skipped == 0
-
-
-class TwoOptimizers(L.LightningModule):
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.first, self.second = nn.Linear(8, 1), nn.Linear(8, 1)
-        self.make_optimizer = optimizer
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        for part, optimizer in zip((self.first, self.second), self.optimizers(), strict=True):
-            optimizer.zero_grad()
-            self.manual_backward(part(batch).float().square().mean())
-            if batch_idx == BAD and part is self.first:
-                overflow(part)
-            unscale_(self.trainer, optimizer)
-            clip(part)
-        for optimizer in self.optimizers():
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return [self.make_optimizer(part.parameters()) for part in (self.first, self.second)]
-
-
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_of_two_optimizers_one_is_skipped(optimizer: str) -> None:
-    """The backward of the second optimizer comes between `unscale_` of the first and its step."""
-    records = Records()
-    fit(lambda: TwoOptimizers(OPTIMIZERS[optimizer]), plugin_for("scaled"), callbacks=[records])
-    assert [(r.index, r.optimizer_idx) for r in records.all if r.skipped] == [(2 * BAD, 0)]
 
 
 @pytest.mark.parametrize("make", [TwoBackwards, lambda optimizer: Unscales(clip, optimizer=optimizer)])
