@@ -299,10 +299,10 @@ def to_half(module: Any, batch: Tensor, cured: bool) -> Tensor:
     return ((z.float() - (target if cured else target.half()).float()) / 1e5).square().mean()
 
 
-@fault("a loss that is summed", "backward", says="dividing the loss", remedy="dividing the loss")
+@fault("a loss that is summed", "backward", says="dividing the loss by 2**14 or more", remedy="dividing the loss")
 def summed(module: Any, batch: Tensor, cured: bool) -> Tensor:
     loss = mse(module, batch) * 1e8
-    return loss / 2**20 if cured else loss
+    return loss / 2**14 if cured else loss
 
 
 @fault(
