@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch.callbacks import throughput_monitor
 from lightning.pytorch.plugins import MixedPrecision
 from support import (
-    DEVICE,
     STOCK_CACHES_CASTS,
     Poison,
     Toy,
@@ -122,38 +121,6 @@ def test_lightning_takes_it_for_its_own(precision: str, dtype: torch.dtype) -> N
     assert (trainer.scaler is None) == (precision == "bf16")
     assert plugin.dtype == dtype
     assert throughput_monitor._plugin_to_compute_dtype(plugin) == dtype
-
-
-class SeesDtypes(Toy):
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        self.seen = {torch.mm(batch, batch.T).dtype}
-        return super().training_step(batch, batch_idx)
-
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        self.seen.add(("backward", torch.is_autocast_enabled(DEVICE)))
-        super().backward(loss, *args, **kwargs)
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.seen.add(("val", torch.mm(batch, batch.T).dtype))
-
-
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_the_forward_runs_in_it(precision: str) -> None:
-    plugin = AmpPrecision(precision)
-    trainer = fit(SeesDtypes, plugin)
-    trainer.validate(trainer.lightning_module, batches(1), verbose=False)
-    assert trainer.lightning_module.seen == {plugin.dtype, ("backward", False), ("val", plugin.dtype)}
-    assert all(p.dtype == torch.float32 for p in trainer.lightning_module.parameters())
-
-
-def test_auto_says_what_it_picked(caplog: pytest.LogCaptureFixture) -> None:
-    plugin = AmpPrecision()
-    with caplog.at_level("INFO"):
-        fit(lambda: toy("sgd"), plugin)
-    lines = [r.message for r in caplog.records if "precision 'auto' is" in r.message]
-    assert len(lines) == 1
-    assert {"bf16-mixed": "'bf16'", "32-true": "'fp32'"}[plugin.precision] in lines[0]
 
 
 def test_a_stuck_run_says_which_parameters() -> None:

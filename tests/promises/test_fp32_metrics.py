@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import DEVICE, Toy, batches, evaluate, quiet_trainer, stock
+from support import DEVICE, Toy, batches, evaluate, quiet_trainer
 from support.promises import DIFFERS, Plugins, promise
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError, MetricCollection
@@ -210,15 +210,3 @@ def test_comparison_sees_no_difference_in_metrics_of_inputs(limit: int | None, l
     assert 0 < abs(differences.pop("head")) < 0.1
     assert len(differences) == 4 * loaders
     assert set(differences.values()) == {0.0}
-
-
-def test_stock_plugin_still_compares() -> None:
-    comparison = MetricComparison(limit_batches=1)
-
-    class TwoLoaders(Toy):
-        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.log("loss", self.loss(batch))
-
-    trainer = quiet_trainer(plugins=[stock("bf16")], callbacks=[comparison])
-    trainer.fit(TwoLoaders(), batches(2), [batches(2), batches(2)])
-    assert {row.metric for row in comparison.table} == {"loss/dataloader_idx_0", "loss/dataloader_idx_1"}

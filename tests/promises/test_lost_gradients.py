@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Manual, Toy, assert_same, batches, fit
+from support import Manual, Toy, batches, fit
 from torch import Tensor, nn
 from zoo.overflows import LargeOutput
 
@@ -21,16 +21,12 @@ class Shift(nn.Module):
         return (x + 3000.0) - 3000.0
 
 
-class Sum(nn.Module):
-    """Adds up in the precision of its input: all values, and then all but the first again."""
+class Rotary(nn.Module):
+    """Rounds its positions."""
 
     def forward(self, x: Tensor) -> Tensor:
-        total, sums = torch.full_like(x[:, 0], 2000.0), []
-        for column in range(x.shape[1]):
-            total = total + x[:, column]
-            sums.append(total)
-        sums = torch.stack(sums, 1)
-        return sums - sums.mean(1, keepdim=True)
+        angles = torch.arange(4096, 4096 + x.shape[1], device=x.device).to(x.dtype)
+        return x * angles.cos() + x.flip(1) * angles.sin()
 
 
 class Loud(nn.Module):
@@ -61,10 +57,8 @@ def words(caplog: pytest.LogCaptureFixture, module: Any, plugin: AmpPrecision, n
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("middle", [Shift, Sum])
+@pytest.mark.parametrize("middle", [Shift, Rotary])
 def test_the_module_that_rounds_is_found(middle: Any, precision: str, caplog: pytest.LogCaptureFixture) -> None:
-    if (middle, precision) == (Sum, "fp16"):
-        pytest.skip("fp16 has three bits more, and does not lose this sum")
     text = words(caplog, lambda: Ill(middle()), AmpPrecision(precision))
     bits = {"fp16": 11, "bf16": 8}[precision]
     assert re.search(rf"the gradient keeps \d of {bits} bits of fp32", text), text
@@ -75,20 +69,6 @@ def test_the_module_that_rounds_is_found(middle: Any, precision: str, caplog: py
     cured = words(caplog, lambda: Ill(middle()), AmpPrecision(precision, fp32_modules=["net.2"]))
     assert "fix" not in cured
     assert len(cured.splitlines()) == 1
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_rotary_embedding_that_rounds_its_positions_is_found(
-    precision: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Rotary(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            angles = torch.arange(4096, 4096 + x.shape[1], device=x.device).to(x.dtype)
-            return x * angles.cos() + x.flip(1) * angles.sin()
-
-    text = words(caplog, lambda: Ill(Rotary()), AmpPrecision(precision))
-    assert "`net.2` (Rotary): its output keeps " in text
-    assert "fix: `fp32_modules=['net.2']` (tried: works)" in text
 
 
 def test_an_overflow_of_the_forward_is_named_and_not_the_head(caplog: pytest.LogCaptureFixture) -> None:
@@ -233,11 +213,6 @@ def test_a_scale_that_fits_the_backward_is_not_a_fix_for_the_forward(caplog: pyt
     text = words(caplog, lambda: Diverges(nn.Identity()), AmpPrecision("fp16", scaler=DynamicLossScaler(2.0**14)), 12)
     assert "no loss scale helps alone" in text
     assert "fix: a loss scale" not in text
-
-
-def test_second_runs_change_nothing() -> None:
-    watched = fit(lambda: Ill(Shift()), AmpPrecision("bf16"), callbacks=[GradientMonitor(1)])
-    assert_same(watched, fit(lambda: Ill(Shift()), AmpPrecision("bf16")))
 
 
 def test_a_step_that_has_one_length_too_few_is_described(caplog: pytest.LogCaptureFixture) -> None:

@@ -55,14 +55,6 @@ def both(make_plugin: Any, callbacks: Any, tmp_path: Path, **kwargs: Any) -> tup
     return everything(resumed, folder), everything(whole, whole_folder)
 
 
-def test_in_fp32_lightning_itself_does(tmp_path: Path) -> None:
-    """A cut in the middle of an epoch leaves no trace if the loader can be restored; the same with Lightning's own
-    plugin.
-    """
-    kwargs: dict[str, Any] = {"gradient": (), "nan": (), "accumulate_grad_batches": 2}
-    assert_equal(*both(lambda: None, lambda folder: [Averaging()], tmp_path, **kwargs))
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.few(2)
@@ -109,11 +101,6 @@ def test_a_checkpoint_has_the_rate_of_the_next_step(tmp_path: Path) -> None:
     checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=True)
     rate = checkpoint["optimizer_states"][0]["param_groups"][0]["lr"]
     assert [rate] == checkpoint["lr_schedulers"][0]["_last_lr"]
-
-
-def test_the_optimizer_keeps_no_hook() -> None:
-    trainer = train(plugin_for("fp16"), 3, optimizer=fused)
-    assert not trainer.optimizers[0]._optimizer_state_dict_pre_hooks
 
 
 @pytest.mark.filterwarnings(NOT_RESUMABLE)
@@ -253,17 +240,6 @@ def test_the_scale_of_both_parts_is_warned_of_once(tmp_path: Path) -> None:
         monitor = ScaleMonitor(1, warn_below=200.0)
         train(make(), 20, callbacks=[monitor], ckpt_path=tmp_path / "step=10.ckpt", **kwargs)
     assert (monitor.history.num_attempted, monitor.history.num_skipped) == (20, 1)
-
-
-@pytest.mark.usefixtures("weights_only")
-def test_everything_of_ours_loads_with_weights_only(tmp_path: Path) -> None:
-    train(plugin_for("fp16"), 20, gradient=GRADIENT, nan=NAN, callbacks=[Averaging(), *ours()], checkpoints=tmp_path)
-    checkpoint = torch.load(tmp_path / "step=20.ckpt", weights_only=True)
-    assert len(checkpoint["callbacks"]["OverflowLocator"]["reports"]) == 5
-    assert {"AmpPrecision", "MixedPrecision"} < set(checkpoint)
-    saved, callbacks = tmp_path / "step=20.ckpt", [Averaging(), *ours()]
-    trainer = train(plugin_for("fp16"), 22, callbacks=callbacks, checkpoints=tmp_path, ckpt_path=saved)
-    assert trainer.global_step == 22
 
 
 @pytest.mark.usefixtures("where_flags_live")

@@ -309,13 +309,6 @@ def test_one_bad_batch_in_fp32(plugins: Plugins, kind: str, optimizer: str, clip
     )  # fmt: skip
 
 
-@promise(8, stock="not finite")
-def test_one_bad_batch_in_bf16(plugins: Plugins) -> None:
-    poison = Poison(loss=[3])
-    trainer = fit(lambda: Toy(plain_adamw), plugins.bf16(), data(), callbacks=[poison], gradient_clip_val=0.5)
-    assert_finite(trainer)
-
-
 @pytest.mark.usefixtures("where_flags_live")
 def test_sixty_four_bad_batches_stop_bf16_too() -> None:
     with pytest.raises(FloatingPointError, match="64 optimizer steps in a row were skipped.*64 with a non-finite loss"):
