@@ -70,16 +70,6 @@ def traces(module: L.LightningModule) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", PLUGINS)
 class TestPlugins:
-    def test_fits_and_validates(self, name: str) -> None:
-        plugin = PLUGINS[name]()
-        trainer = fit(WithValidation, plugin, data=None)
-        assert plugin.num_steps == 8 - plugin.num_skipped
-        assert torch.isfinite(trainer.callback_metrics["val_loss"])
-
-    def test_two_fits_are_alike(self, name: str) -> None:
-        plugin = PLUGINS[name]()
-        assert_same(fit(Toy, plugin), fit(Toy, plugin))
-
     @pytest.mark.parametrize("crash", [False, True])
     def test_leaves_nothing_behind(self, name: str, crash: bool) -> None:
         module = WithValidation()

@@ -91,35 +91,7 @@ def scenario(function: Any) -> Any:
     return function
 
 
-class Queue(Net):
-    """Each rank records its own losses: a gradient alone never tells that a batch was bad."""
-
-    def __init__(self, *args: Any, replaced: bool = False) -> None:
-        super().__init__(*args)
-        self.replaced = replaced
-        self.register_buffer("queue", torch.zeros(4, FEATURES))
-        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.replaced:
-            self.queue = self.queue.roll(1, 0) * 0.5
-            self.pointer = self.pointer + 1
-        self.queue[0] = batch[0].mean(0)
-        self.pointer += 1
-        return super().training_step(batch, batch_idx) + self.queue.mean()
-
-
-def queues(optimizer: Any, replaced: bool) -> Any:
-    plugin = partial(scaled, restore_buffers=["queue", "pointer"])
-    own = {"broadcast_buffers": False}  # otherwise all ranks would get rank 0's
-    return both(net(optimizer, Queue, replaced=replaced), plugin=plugin, strategy=own)
-
-
 SCENARIOS.update({
-    "queue_unfused": lambda: queues(plain, False),
-    "queue_fused": lambda: queues(fused, False),
-    "replaced_queue_unfused": lambda: queues(plain, True),
-    "replaced_queue_fused": lambda: queues(fused, True),
     "every_kind_unfused": lambda: both(Net, gradient_clip_val=0.5),
     "every_kind_fused": lambda: both(net(), gradient_clip_val=0.5),
     "every_kind_bf16": lambda: both(
