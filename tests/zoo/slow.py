@@ -188,27 +188,6 @@ class Casting(nn.Module):
         return self.head(x)
 
 
-class CastsItsWeight(nn.Module):
-    """Casts its own weight in each time step."""
-
-    def __init__(self, casts: bool) -> None:
-        super().__init__()
-        width = sized(1024)
-        self.weight = nn.Parameter(torch.randn(width, width) / 64)
-        self.head = nn.Linear(width, 10)
-        self.casts = casts
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.casts:
-            for _ in range(16):
-                x = torch.tanh(x.to(torch.bfloat16) @ self.weight.to(torch.bfloat16))
-        else:
-            weight = self.weight.to(torch.bfloat16)
-            for _ in range(16):
-                x = torch.tanh(x @ weight)
-        return self.head(x)
-
-
 class AutocastOff(nn.Module):
     def __init__(self, off: bool) -> None:
         super().__init__()
@@ -231,20 +210,6 @@ class InDouble(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net((x.to(self.basis.dtype) @ self.basis).float())
-
-
-class Recurrent(nn.Module):
-    """A recurrent network whose steps are tiny."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRUCell(8, 16), nn.Linear(16, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.new_zeros(len(x), 16)
-        for t in range(x.shape[1]):
-            h = self.cell(x[:, t], h)
-        return self.head(h)
 
 
 class Language(Project):
@@ -318,16 +283,8 @@ slow(
     "a tiny perceptron", "model-too-small", lambda: Project(mlp(16, 3, 8)), rows(4, 8), cured={"precision": "fp32"}
 )  # fmt: skip
 slow(
-    "a tiny recurrent network", "model-too-small", lambda: Project(Recurrent()), rows(4, 20, 8),
-    cured={"precision": "fp32"},
-)  # fmt: skip
-slow(
     "casts back and forth", "many-casts", lambda: Project(Casting(True)), rows(2048, 512),
     lambda: Project(Casting(False)),
-)  # fmt: skip
-slow(
-    "a weight that is cast in each time step", "many-casts", lambda: Project(CastsItsWeight(True)), rows(32, 1024),
-    lambda: Project(CastsItsWeight(False)),
 )  # fmt: skip
 slow(
     "autocast turned off", "autocast-off", lambda: Project(AutocastOff(True)), rows(256, 512),
