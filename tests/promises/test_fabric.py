@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_amp import FabricAmpPrecision
+from lightning_amp.reports import ScaleHistory
 
 BAD: Any = {0: "gradient", 2: "loss", 5: "gradient"}
 both_ways = pytest.mark.usefixtures("where_flags_live")
@@ -131,6 +132,7 @@ def test_records(optimizer: str) -> None:
     seen: list[Any] = []
     applied: list[bool] = []
     plugin.records.subscribe(seen.extend)
+    history = ScaleHistory.following(plugin.records)
     Loop(plugin, optimizer=OPTIMIZERS[optimizer], trouble={1: "gradient", 3: "loss"}).run(
         after=lambda loop: applied.append(plugin.last_step.applied)
     )
@@ -141,6 +143,8 @@ def test_records(optimizer: str) -> None:
     assert [record.index for record in seen] == list(range(8))
     assert {record.precision for record in seen} == {"fp16"}
     assert (plugin.num_steps, plugin.num_skipped, plugin.last_step) == (6, 2, seen[-1])
+    assert (history.num_steps, history.num_skipped) == (6, 2)
+    assert [record for record in history if record.skipped] == [record for record in seen if record.skipped]
 
 
 # -- row 2: buffers ----------------------------------------------------------------------------------------------------

@@ -200,13 +200,3 @@ def test_fp8(caplog: pytest.LogCaptureFixture) -> None:
         expected = model.module(batch)
     with torch.no_grad():
         assert torch.equal(model(batch), expected.float())
-
-
-@needs_torchao
-def test_fp8_needs_a_layer_that_qualifies() -> None:
-    plugin = FabricAmpPrecision("fp8", fp8_recipe=emulated())
-    fabric = make_fabric(plugin)
-    module = nn.Linear(FEATURES, 1)
-    model, _ = fabric.setup(module, fused_adamw(module.parameters()))
-    with pytest.raises(ValueError, match="Use precision 'bf16'"):
-        model(torch.ones(4, FEATURES, device=fabric.device))

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_amp import DynamicLossScaler, FabricAmpPrecision
-from lightning_amp.reports import ScaleHistory
 
 both_ways = pytest.mark.usefixtures("where_flags_live")
 
@@ -160,26 +159,6 @@ def test_our_scaler_goes_back_to_fabrics_own_plugin() -> None:
     stock = MixedPrecision("16-mixed", DEVICE)
     stock.load_state_dict(plugin.scaler.state_dict())
     assert stock.scaler.get_scale() == 512.0
-
-
-@pytest.mark.parametrize("state", [{"scale": 0.0}, {"scale": float("nan")}, {"nothing": 1}])
-def test_damaged_states_are_refused(state: dict[str, Any]) -> None:
-    plugin = FabricAmpPrecision("fp16")
-    whole = {**torch.amp.GradScaler(DEVICE).state_dict(), **state} if "scale" in state else state
-    with pytest.raises((ValueError, KeyError, TypeError, RuntimeError), match="scale|state|entr"):
-        plugin.load_state_dict(whole)
-
-
-@both_ways
-def test_history(tmp_path: Path) -> None:
-    plugin = FabricPlugins().fp16()
-    history = ScaleHistory.following(plugin.records)
-    Loop(plugin, trouble={1: "gradient", 3: "loss"}).run()
-    plugin.flush()
-    assert (history.num_steps, history.num_skipped) == (6, 2)
-    assert [(r.index, r.reason) for r in history if r.skipped] == [(1, "gradient"), (3, "loss")]
-    history.to_csv(tmp_path / "history.csv")
-    assert ScaleHistory.from_csv(tmp_path / "history.csv").num_skipped == 2
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

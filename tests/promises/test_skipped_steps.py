@@ -310,28 +310,15 @@ def test_one_bad_batch_in_fp32(plugins: Plugins, kind: str, optimizer: str, clip
 
 
 @pytest.mark.usefixtures("where_flags_live")
-def test_sixty_four_bad_batches_stop_bf16_too() -> None:
-    with pytest.raises(FloatingPointError, match="64 optimizer steps in a row were skipped.*64 with a non-finite loss"):
-        fit(Toy, Plugins(True).bf16(), data(70), callbacks=[Poison(loss=range(70))])
-
-
-@pytest.mark.usefixtures("where_flags_live")
 def test_bf16_is_not_advised_to_a_run_that_has_it() -> None:
-    with pytest.raises(FloatingPointError, match="0 with a non-finite loss.*with precision .fp32. to see") as caught:
+    with pytest.raises(
+        FloatingPointError, match="64 opt.* 0 with a non-finite loss.*with precision .fp32. to see"
+    ) as caught:
         fit(Toy, Plugins(True).bf16(), data(70), callbacks=[Poison(gradient=range(70))])
     assert "'bf16'" not in str(caught.value)
 
 
-# -- counters and the LR finder ---------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)
-def test_counters(optimizer: str) -> None:
-    plugin = Plugins(True).scaled()
-    trainer = fit(lambda: Toy(OPTIMIZERS[optimizer]), plugin, data(), callbacks=[Poison(gradient=[0, 5])])
-    assert (plugin.num_steps, plugin.num_skipped) == (8, 2)
-    assert trainer.global_step == 10  # Lightning's own counter does not change
+# -- the LR finder ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", PLAIN_AND_FUSED)

@@ -7,6 +7,7 @@ the error in half precision. `entries(Evaluated, "ill")` and `entries(Evaluated,
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -158,6 +159,36 @@ class OverflowsInEvaluation(Case):
     def __init__(self) -> None:
         parts = {"loud": Loud(), "norm": nn.LayerNorm(16), "fc": nn.Linear(16, 16)}
         super().__init__(lambda m, hidden, batch: m.norm(m.fc(m.loud(hidden))), **parts)
+
+
+@case("log-probabilities", module="head.out", cure=in_fp32("head.out"), tolerance=1e-5)
+@case("log-probabilities in fp16", module="head.out", cure=in_fp32("head.out"), precision="fp16", tolerance=1e-5)
+class Policy(Case):
+    """Compares log-probabilities with the log-probabilities of an old policy, computed in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__(head=nn.Sequential(OrderedDict(out=nn.Linear(16, 8), probabilities=nn.LogSoftmax(-1))))
+        nn.init.constant_(self.head.out.bias, 100.0)  # which a softmax takes out again, and half precision does not
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.head(self.inp(batch["x"])).float()[:, :1]
+
+
+@case(
+    "overflow to minus infinity, which is no mask",
+    module="out",
+    cure=in_fp32("out"),
+    precision="fp16",
+    names=("is not finite in fp16, although its inputs are",),
+)
+class Negative(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.constant_(self.inp.weight, 1.0)
+        nn.init.constant_(self.out.weight, -1.0)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return nn.functional.softplus(-self.out(self.inp(1e3 * batch["x"].abs() + 1e3)))
 
 
 def attend(module: Any, hidden: Tensor, batch: Batch) -> Tensor:
