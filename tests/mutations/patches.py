@@ -383,7 +383,7 @@ PRECISION = [
         "precision/_run.py",
         "        if self._automatic:\n            steps.end_round()\n        return output",
         "        steps.end_round()\n        return output",
-        (f"{MANUAL}test_the_scale_grows_once_per_batch",),
+        (f"{MANUAL}test_every_order_equals_fp32",),
     ),
     Mutation(
         "clipping by norm meets scaled gradients",

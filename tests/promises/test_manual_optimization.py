@@ -198,13 +198,6 @@ def test_two_optimizers(plugins: Plugins, order: str) -> None:
     assert_two_as_fp32(plugins, order, init_scale=1.0, growth_interval=1)
 
 
-@promise(5, stock=DIFFERS)
-def test_the_scale_grows_once_per_batch(plugins: Plugins) -> None:
-    plugin = plugins.scaled(growth_interval=4)
-    fit(two("one after the other"), plugin)
-    torch.testing.assert_close(plugin.scaler.get_scale(), 2.0**12)
-
-
 @pytest.mark.parametrize("order", ["clipped", "clipped by value"])
 @promise(4, stock=DIFFERS)
 def test_the_documented_clipping_recipe(plugins: Plugins, order: str) -> None:
