@@ -64,7 +64,7 @@ FAULTS: dict[int, dict[str, tuple[int, str, str, list[str]]]] = {
         "mask": (1, "forward", "", ["a row is masked entirely", "return torch.softmax(scores + mask", "unmasked"]),
         "root": (1, "backward", "", ["net.2: sqrt gave", "return x + torch.sqrt(", "an epsilon"]),
         "entropy": (1, "loss", "", ["cross_entropy gave", "loss = loss + F.cross_entropy(", 'AmpPrecision("bf16")']),
-        "loss scale": (0, "backward", "", ["the largest true gradient is"]),
+        "loss scale": (0, "backward", "", ["gave a true gradient of"]),
         "loss, and the scale of another rank": (1, "loss", "", ["div gave", "return loss + part / (part * 0)"]),
         "detached loss, and the scale of another rank": (1, "loss", "", ["div gave", "return loss + part / (part"]),
         **{

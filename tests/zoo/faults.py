@@ -272,14 +272,14 @@ def to_half(module: Any, batch: Tensor, cured: bool) -> Tensor:
     return ((z.float() - (target if cured else target.half()).float()) / 1e5).square().mean()
 
 
-@fault("a loss that is summed", "backward", says="dividing the loss by 2**14 or more", remedy="dividing the loss")
+@fault("a loss that is summed", "backward", says="dividing the loss by 2**30 or more", remedy="dividing the loss")
 def summed(module: Any, batch: Tensor, cured: bool) -> Tensor:
     loss = mse(module, batch) * 1e8
-    return loss / 2**14 if cured else loss
+    return loss / 2**30 if cured else loss
 
 
 @fault(
-    "a static scale that is too high", "backward", scaler=2.0**20, says="the largest true", remedy="scaler=",
+    "a static scale that is too high", "backward", scaler=2.0**20, says="gave a true gradient", remedy="scaler=",
     cured={"scaler": 0.25},
 )  # fmt: skip
 def large(module: Any, batch: Tensor, cured: bool) -> Tensor:
@@ -287,7 +287,7 @@ def large(module: Any, batch: Tensor, cured: bool) -> Tensor:
 
 
 @fault(
-    "a gradient inside that overflows", "backward", part="inner", module=None, scaler=2.0**14, says="the largest true",
+    "a gradient inside that overflows", "backward", part="inner", module=None, scaler=2.0**14, says="gave a true gradient",
     remedy="scaler=",
 )  # fmt: skip
 class Inner(Part):
