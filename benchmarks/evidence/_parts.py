@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from typing_extensions import final
 
-from benchmarks._machine import RESULTS, ROOT, installed
+from benchmarks._machine import RESULTS, ROOT
 from benchmarks.evidence._printed import as_it_is, in_a_block, results_of_tests
 
 OUT, WORK = "{out}", "{work}"
@@ -85,12 +85,6 @@ def parts(device_type: str, *, tiny: bool) -> list[Part]:
         ),
         Part("the claims", _claims(small), 60.0 if tiny else 240.0, results=(0, 1)),
         Part("the doctor", ("-m", "benchmarks.evidence._doctor", *small), 30.0 if tiny else 90.0),
-        Part(
-            "fp8 against bf16",
-            ("-m", "tests.benchmarks.gpu_fp8", *small, *(["--recipes", "rowwise_with_gw_hp"] if tiny else [])),
-            60.0 if tiny else 300.0,
-            missing="" if installed("torchao") else "torchao is not installed",
-        ),
     ]
 
 
