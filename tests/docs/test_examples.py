@@ -161,7 +161,7 @@ def test_example_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
         cwd=ROOT, env=ONE_THREAD,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if "peer ranks" not in line]  # of torch 2.8
+    lines = [line for line in done.stdout.splitlines() if "peer ranks" not in line]  # of torch 2.9
     found = re.fullmatch(
         r"16-mixed, 2 ranks: loss scale (\d+), (\d+) steps applied, (\d+) skipped, accuracy ([\d.]+)%", lines[0]
     )

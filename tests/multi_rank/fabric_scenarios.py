@@ -59,7 +59,6 @@ class Model(nn.Module):
 
 def shard(module: Any, mesh: Any) -> Any:
     fully_shard(module, mesh=mesh["data_parallel"])
-    module.set_force_sum_reduction_for_comms(True)
     return module
 
 

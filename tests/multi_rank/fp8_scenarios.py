@@ -39,7 +39,6 @@ class Regression(L.LightningModule):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if "bf16" in self.layout else None)
             for module in (*list(self.net)[2:-1:2], self.net):
                 fully_shard(module, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
-                module.set_force_sum_reduction_for_comms(True)
         elif self.layout == "tp":
             plan = {"2": ColwiseParallel(), "4": RowwiseParallel()}
             parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)

@@ -84,7 +84,7 @@ class Split(L.LightningModule):
             self.shard(self.net)
 
     def shard(self, net: nn.Module, **options: Any) -> None:
-        """Shard units, and then the rest. Reduce with a sum, because gloo of torch 2.8 sums where it should average."""
+        """Shard units, and then the rest."""
         options["mesh"] = self.device_mesh["data_parallel"]
         if self.layout == "hsdp":
             options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -93,7 +93,7 @@ class Split(L.LightningModule):
         if self.layout == "offload":
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         for module in [*(m for m in net.modules() if isinstance(m, self.units)), net]:
-            fully_shard(module, **options).set_force_sum_reduction_for_comms(True)
+            fully_shard(module, **options)
 
     pretended_replica: int | None = None
 

@@ -46,12 +46,6 @@ from lightning_amp import AmpPrecision, DynamicLossScaler
 from lightning_amp.scaling import ScaledSteps
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Shard and reduce with a sum and a division, because gloo of torch 2.8 sums where it should average."""
-    fully_shard(module, mesh=mesh, mp_policy=policy)
-    module.set_force_sum_reduction_for_comms(True)  # pyright: ignore[reportCallIssue]
-
-
 class Model(nn.Module):
     def __init__(self, norm: bool) -> None:
         super().__init__()
@@ -96,11 +90,11 @@ class Regression(Troubled):
             parallelize_module(self.model, tensor_mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         if "fsdp head" in self.layout:
             for module in (self.model.up, self.model.down, self.model.head):
-                shard(module, data_mesh, self.policy)
+                fully_shard(module, mesh=data_mesh, mp_policy=self.policy)
             self.data_group = data_mesh.get_group()
             self.model.gain.register_post_accumulate_grad_hook(self.average)
         elif "fsdp" in self.layout:
-            shard(self.model, data_mesh, self.policy)
+            fully_shard(self.model, mesh=data_mesh, mp_policy=self.policy)
 
     def average(self, parameter: nn.Parameter) -> None:
         """The user reduces the gradients of parameters that nobody shards."""
@@ -322,7 +316,7 @@ def kept(mesh: DeviceMesh, switch: str) -> Any:
     torch.manual_seed(0)
     a, b = (nn.Linear(8, 4) for _ in range(2))
     for module in (a, b):
-        shard(module, mesh, MixedPrecisionPolicy())
+        fully_shard(module, mesh=mesh)
     one, two = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (a, b))
     steps = ScaledSteps(DynamicLossScaler(init_scale=1024.0, growth_interval=1), [one, two])
     x = torch.full((2, 8), 0.5)

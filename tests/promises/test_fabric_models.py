@@ -42,7 +42,6 @@ def test_half_precision_parameters_are_refused(plugins: FabricPlugins, precision
 
 
 @pytest.mark.cpu  # a backward on a device runs in another thread, which has a switch of its own
-@pytest.mark.skipif(not hasattr(config, "backward_pass_autocast"), reason="torch 2.8")
 def test_the_switch_for_compiled_backwards_is_on_in_forwards_and_backwards_only() -> None:
     class Reads(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -168,15 +168,10 @@ class ManualData(Manual):
     write = Data.write
 
 
-class ManualReplaced(Manual):
-    rules = Replaced.rules
-    write = Replaced.write
-
-
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("order", ["in turn", "after"])
 @pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
-@pytest.mark.parametrize("kind", [Manual, ManualData, ManualReplaced])
+@pytest.mark.parametrize("kind", [Manual, ManualData])
 @pytest.mark.few(8)
 def test_manual_optimization(kind: type[Manual], optimizer: str, order: str) -> None:
     make = functools.partial(kind, order, OPTIMIZERS[optimizer])

@@ -51,7 +51,6 @@ def rate(trainer: L.Trainer) -> list[float]:
     return [group["lr"] for group in trainer.optimizers[0].param_groups]
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # up to torch 2.8, SequentialLR warns about itself
 @pytest.mark.parametrize(
     ("schedule", "optimizer", "bad"),
     [

@@ -34,7 +34,6 @@ from support.promises import (
     promise,
 )
 from torch import Tensor, nn
-from torch._functorch import config
 from zoo.toy import SAM, Island, TakesNoClosure
 
 from lightning_amp import AmpPrecision
@@ -389,12 +388,6 @@ class Compiled(Toy):
             self.net.compile(backend="aot_eager")
 
 
-needs_the_switch = pytest.mark.skipif(
-    not hasattr(config, "backward_pass_autocast"), reason="torch 2.8 runs compiled backwards under autocast"
-)
-
-
-@needs_the_switch
 @promise(19, stock=DIFFERS)
 def test_compiled_backward_equals_eager(plugins: Plugins) -> None:
     compiled = fit(lambda: Compiled(True), plugins.bf16(), batches(2))

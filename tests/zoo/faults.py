@@ -287,8 +287,8 @@ def large(module: Any, batch: Tensor, cured: bool) -> Tensor:
 
 
 @fault(
-    "a gradient inside that overflows", "backward", part="inner", module=None, scaler=2.0**14, says="gave a true gradient",
-    remedy="scaler=",
+    "a gradient inside that overflows", "backward", part="inner", module=None, scaler=2.0**14,
+    says="gave a true gradient", remedy="scaler=",
 )  # fmt: skip
 class Inner(Part):
     """The gradient inside is 300 times as large as the gradient of any parameter."""

@@ -12,7 +12,6 @@ import pytest
 import torch
 from support import assert_same
 from torch import Tensor, nn
-from torch._functorch import config
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanSquaredError, MetricCollection
 
@@ -182,8 +181,6 @@ class TestCopies:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at all inputs
 @pytest.mark.few(3)
 def test_compiled(x: Tensor, what: str, backend: str) -> None:
-    if backend == "aot_eager" and not hasattr(config, "backward_pass_autocast"):
-        pytest.skip("torch 2.8 runs compiled backwards under autocast")
     torch._dynamo.reset()
     net = Net()
     reference = copy.deepcopy(net)

@@ -18,7 +18,6 @@ from lightning_amp.reports import GradientTable
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit", "ignore:.*LeafSpec:FutureWarning", "ignore:.*skipping cudagraphs",
-    "ignore:(?s).*runs a compiled backward under autocast",  # with torch 2.8
 )  # fmt: skip
 compiled: Any = functools.partial(torch.compile, backend="eager")
 

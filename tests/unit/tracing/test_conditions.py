@@ -28,29 +28,17 @@ def test_random_generators_are_paired() -> None:
     assert draw() != first
 
 
-SINCE_29 = hasattr(torch.backends, "fp32_precision")
-"""Torch 2.9 has a switch per kernel and library; earlier versions have one for all products and one for cuDNN."""
 TF32: dict[str, Callable[[Any], object]] = {
     "default": lambda _: None,
     "high": lambda _: torch.set_float32_matmul_precision("high"),
     "medium": lambda _: torch.set_float32_matmul_precision("medium"),
+    "all tf32": lambda backends: setattr(backends, "fp32_precision", "tf32"),
+    "matmul tf32": lambda backends: setattr(backends.cuda.matmul, "fp32_precision", "tf32"),
 }
-if SINCE_29:
-    TF32["all tf32"] = lambda backends: setattr(backends, "fp32_precision", "tf32")
-    TF32["matmul tf32"] = lambda backends: setattr(backends.cuda.matmul, "fp32_precision", "tf32")
-else:
-    TF32["matmul tf32"] = lambda backends: setattr(backends.cuda.matmul, "allow_tf32", True)
-    TF32["no cudnn tf32"] = lambda backends: setattr(backends.cudnn, "allow_tf32", False)
 
 
 def precisions() -> dict[str, str]:
     backends: Any = torch.backends
-    if not SINCE_29:
-        return {
-            "matmul": torch.get_float32_matmul_precision().replace("highest", "ieee"),
-            "cublas": "tf32" if backends.cuda.matmul.allow_tf32 else "ieee",
-            "cudnn": "tf32" if backends.cudnn.allow_tf32 else "ieee",
-        }
     switches = {
         "all": backends, "cuda": backends.cudnn, "matmul": backends.cuda.matmul, "conv": backends.cudnn.conv,
         "rnn": backends.cudnn.rnn, "cpu matmul": backends.mkldnn.matmul, "cpu conv": backends.mkldnn.conv,
@@ -63,11 +51,8 @@ def precisions() -> dict[str, str]:
 def default_switches() -> Iterator[None]:
     yield
     backends: Any = torch.backends
-    if SINCE_29:
-        backends.fp32_precision = "none"
-        backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "tf32"
-    else:
-        backends.cudnn.allow_tf32 = True
+    backends.fp32_precision = "none"
+    backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "tf32"
     torch.set_float32_matmul_precision("highest")
 
 
