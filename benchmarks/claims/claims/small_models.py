@@ -18,7 +18,7 @@ def run(setting: Setting) -> Outcome:
     speed = compared(setting, lambda: [half() for _ in range(20)], lambda: [full() for _ in range(20)])
     large = of_large_gpt(setting)
     if large.claim == "slower":  # then small size cannot be the reason
-        return Outcome("needs a GPU", f"{written(speed)}, but a larger GPT {written(large)} on this CPU")
+        return Outcome("needs a GPU", f"{written(speed)}, but a large GPT {written(large)} on this CPU")
     verdict = {"slower": "reproduced", "faster": "not reproduced", "same": "not reproduced"}
     return Outcome(verdict.get(speed.claim, "undecided"), written(speed))  # pyright: ignore[reportArgumentType]
 
