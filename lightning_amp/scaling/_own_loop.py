@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -98,6 +98,13 @@ class ScaledSteps(StepCounts):
     def __repr__(self) -> str:
         """Return the scaler and the classes of the optimizers."""
         return f"ScaledSteps({self.scaler!r}, [{', '.join(type(one).__name__ for one in self._optimizers)}])"
+
+    if not TYPE_CHECKING:  # a type checker reports unknown names itself
+
+        def __getattr__(self, name: str) -> Any:
+            """Say what takes the place of a call of `GradScaler`."""
+            said = {"scale": ": write `backward(loss)`", "update": ": delete the call, the loss scale moves by itself"}
+            raise AttributeError(f"`{type(self).__name__}` has no `{name}`{said.get(name, '')}.")
 
     def begin(
         self, scaler: DynamicLossScaler | None, optimizers: Iterable[Optimizer], describe_skips: Callable[[], str] = str

@@ -173,7 +173,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
         if isinstance(scaler, DynamicLossScaler):
             return scaler
         legal = "a `lightning_amp.DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static scale"
-        require(isinstance(scaler, torch.amp.GradScaler), "scaler", legal, scaler, none="or `None`")
+        advice = f"Write `{scaler.__name__}()`." if isinstance(scaler, type) else ""
+        require(isinstance(scaler, torch.amp.GradScaler), "scaler", legal, scaler, advice, none="or `None`")
         kind = type(scaler)
         if kind.update is not torch.amp.GradScaler.update and not kind.__module__.startswith("torch."):
             raise ValueError(

@@ -168,9 +168,8 @@ def test_beside_accelerate(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (("fp16",), "scaler"),
+    ((DynamicLossScaler,), r"got DynamicLossScaler\. Write `DynamicLossScaler\(\)`"),
     ((1024.0, ["no optimizer"]), "optimizers"),
-    ((None, 3), "optimizers"),
     ((None, plain_sgd([nn.Parameter(torch.ones(1))])), r"optimizers.* Write `\[optimizer\]`"),
 ])  # fmt: skip
 def test_wrong_arguments(arguments: Any, words: str) -> None:
@@ -178,6 +177,8 @@ def test_wrong_arguments(arguments: Any, words: str) -> None:
         ScaledSteps(*arguments)
 
 
-def test_repr() -> None:
-    steps = ScaledSteps(1024.0, [plain_sgd([nn.Parameter(torch.ones(1))])])
+def test_what_it_says_of_itself() -> None:
+    steps: Any = ScaledSteps(1024.0, [plain_sgd([nn.Parameter(torch.ones(1))])])
     assert re.fullmatch(r"ScaledSteps\(DynamicLossScaler\(init_scale=1024.0, .*\), \[SGD\]\)", repr(steps))
+    with pytest.raises(AttributeError, match="has no `update`: delete the call"):
+        steps.update()
