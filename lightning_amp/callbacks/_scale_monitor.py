@@ -223,9 +223,8 @@ class _ScalerWatch:
         scales = torch.stack([scale for scale, _ in pending]).tolist() if pending else ()
         for scale, (_, num_steps) in zip(scales, pending, strict=False):
             for left in reversed(range(num_steps)):  # each step of a batch may have lowered the scale
-                last, before = self._history.last, self._last_scale
+                before, index = self._last_scale, self._history.num_attempted
                 after = max(before * self._scaler.get_backoff_factor(), scale) if left else scale
                 reason = "gradient" if after < before else "none"
-                index = 0 if last is None else last.index + 1
                 self._history.extend([StepRecord(index, 0, before, after, after < before, reason, "fp16")])
                 self._last_scale = after

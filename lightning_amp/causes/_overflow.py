@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
@@ -23,6 +24,8 @@ from lightning_amp.numerics import (
     FP16_LARGEST,
     dense,
     extremes,
+    fidelity,
+    fidelity_sums,
     fitting_scale,
     names_of_nonfinite,
     nonfinite_gradients,
@@ -149,6 +152,7 @@ class _Run(NamedTuple):
     loss: float | None
     parameters: tuple[str, ...]  # parameters with gradients that are not finite
     is_bad: bool  # gradients of operations do not count, because a ReLU may drop them
+    gradients: Mapping[str, Tensor]  # of a finite run
 
 
 Found = tuple[Overflow, list[Trial], _Run]
@@ -358,9 +362,10 @@ class _Search:
         return report
 
     def _works(self, step: KeptBatch, reference: _Run, rules: Sequence[str] = (), **how: Any) -> float:
-        """Return up to which loss scale loss and gradients are finite with a remedy, and the loss is the reference's.
+        """Return up to which loss scale loss and gradients are finite with a remedy, and as in the reference.
 
-        It is 0 if the remedy does not work. Never raises.
+        The loss must be equal within rounding, and the error of the gradient must be smaller than the gradient. It is 0
+        if the remedy does not work. Never raises.
         """
         scale: float = how.setdefault("scale", settled_scale(self._trainer, self._blank.record.scale))
         try:
@@ -368,6 +373,10 @@ class _Search:
         except Exception:  # a remedy that cannot be run here does not work
             return 0.0
         fits = 0.0 if run.is_bad else fitting_scale((run.trace.largest_in_half() or 0.0) / scale, 0, -126)
+        known = {} if run.is_bad or is_sharded(self._trainer) else reference.gradients
+        sums = [fidelity_sums(g, run.gradients.get(name, torch.zeros_like(g))) for name, g in known.items()]
+        if sums and fidelity(torch.stack(sums).sum(0))[0] < 0:
+            return 0.0
         if not fits or run.loss is None or reference.loss is None:
             return fits
         name = how.get("precision") or self._blank.record.precision
@@ -389,11 +398,13 @@ class _Search:
 
     def _traced(self, replay: TrainingPass, trace: Trace, step: KeptBatch, **how: Any) -> _Run:
         loss = replay.run(step.batch, step.batch_idx, random_state=step.random_state, trace=trace, **how)
-        parameters, read = names_of_nonfinite(replay.gradients().items()), trace.read()
+        gradients, read = replay.gradients(), trace.read()
+        parameters = names_of_nonfinite(gradients.items())
         is_bad = read.bad_loss is not None or bool(parameters)
         if is_sharded(self._trainer):  # a parameter's gradient may be bad on another rank only
             is_bad |= any(gradient.bad for gradient in read.gradients)
-        return _Run(read, None if loss is None else float(loss.float().mean()), parameters, is_bad)
+        size = None if loss is None else float(loss.float().mean())
+        return _Run(read, size, parameters, is_bad, {} if is_bad else gradients)
 
 
 def origins(trainer: Trainer, found: Sequence[Overflow]) -> list[Overflow]:

@@ -150,7 +150,7 @@ def _what(sample: GradientSample, first: GradientRow) -> str:
     if math.isnan(total.sqnr_db):
         if sample.forward_is_finite:
             return "the gradient is infinite or NaN, and in fp32 it is not"
-        return "the forward overflows, and in fp32 it does not, so that no loss scale helps alone"
+        return "the forward is infinite or NaN, and in fp32 it is not"
     short = sample.too_short
     if short is not None or (total.cosine > 0.99 and total.norm_ratio > 1.4):
         row = short or total

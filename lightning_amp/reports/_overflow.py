@@ -227,10 +227,8 @@ def _value(report: Overflow, operation: Op) -> str:
     ends = f", fp16 ends at {FP16_LARGEST:,.0f}" if operation.dtype == "float16" else ""
     special = _special(operation, report.in_fp32)
     if operation.in_backward:
-        if report.largest_gradient is not None:
-            true = operation.largest_in_fp32
-            what = "the largest true gradient is" if true is None else f"{operation.name} gave a true gradient of"
-            return f"{what} {rounded(true or report.largest_gradient)}{ends}"
+        if report.largest_gradient is not None and operation.largest_in_fp32 is not None:
+            return f"{operation.name} gave a true gradient of {rounded(operation.largest_in_fp32)}{ends}"
         verb = "got" if operation.is_sum else "gave"
         return f"{operation.name} {verb} a gradient of {_VALUES[operation.result]}{special}"
     source = operation.largest_input
@@ -296,7 +294,7 @@ def _fix(report: Overflow) -> str:
 def describe_growth(which: str, before: float, now: float) -> str:
     """Write the advice for weights that have grown by orders of magnitude."""
     grown = f"the {which} weight has grown from {rounded(before)} to {rounded(now)} since the start"
-    return f"a lower learning rate, or gradient clipping (not tried): {grown}"
+    return f"a lower learning rate (not tried): {grown}"
 
 
 _SMALLER = "finite in fp32"

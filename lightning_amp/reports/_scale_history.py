@@ -101,7 +101,7 @@ class ScaleHistory(Table[StepRecord]):
         if not scaled:
             return text
         if all(record.scale == 1 and record.next_scale > 2 for record in scaled):
-            return f"{text}; no step used the loss scale"  # but a plain `loss.backward()`
+            return f"{text}; no step used the loss scale, which a plain `loss.backward()` does not apply"
         write = alike(scale for record in scaled for scale in (record.scale, record.next_scale))
         return f"{text}; scale {write(scaled[0].scale)} -> {write(scaled[-1].next_scale)}"
 

@@ -67,20 +67,13 @@ def paired_random(device_type: str, start: RandomState | None = None) -> Generat
 def fp32_switches() -> tuple[Any, ...]:
     """Return the objects with an `fp32_precision`: matrix products, convolutions and recurrent layers, by library."""
     backends: Any = torch.backends
-    return (
-        backends.cuda.matmul,
-        backends.cudnn.conv,
-        backends.cudnn.rnn,
-        backends.mkldnn.matmul,
-        backends.mkldnn.conv,
-        backends.mkldnn.rnn,
-    )
+    cudnn, mkldnn = backends.cudnn, backends.mkldnn
+    return backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn
 
 
 def reduces_fp32(device_type: str) -> bool:
     """Return whether torch may compute fp32 matrix products on this type of device in TF32 or bf16 now."""
-    backends: Any = torch.backends
-    switch = (backends.mkldnn if device_type == "cpu" else backends.cuda).matmul
+    switch = fp32_switches()[3 if device_type == "cpu" else 0]
     return switch.fp32_precision not in ("ieee", "none")
 
 

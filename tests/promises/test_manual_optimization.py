@@ -537,16 +537,21 @@ def test_a_skip_of_one_optimizer_leaves_the_graph_of_the_other_alone(precision: 
     assert max(module.hooked) < 10, "a hook of a fused optimizer sees true gradients"
 
 
+class TwoParts(Manual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = nn.Linear(8, 1)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net, self.beside)]
+
+
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("steps_beside", [False, True])
 def test_weights_that_are_changed_by_hand_with_scaled_gradients_are_noticed(
     unscales: bool, steps_beside: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class ByHand(Manual):
-        def __init__(self) -> None:
-            super().__init__()
-            self.beside = nn.Linear(8, 1)
-
+    class ByHand(TwoParts):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             by_hand, beside = self.optimizers()
             self.zero_grad()
@@ -559,9 +564,6 @@ def test_weights_that_are_changed_by_hand_with_scaled_gradients_are_noticed(
             if steps_beside:
                 beside.step()
 
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net, self.beside)]
-
     with caplog.at_level("INFO"):
         fit(ByHand, AmpPrecision("fp16"))
     is_noticed = not unscales or not steps_beside  # the gradients of `beside` are scaled too
@@ -572,18 +574,10 @@ def test_weights_that_are_changed_by_hand_with_scaled_gradients_are_noticed(
 
 
 def test_an_optimizer_that_had_no_gradients_is_not_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    class OneOfTwo(Manual):
-        def __init__(self) -> None:
-            super().__init__()
-            self.later = nn.Linear(8, 1)
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net, self.later)]
-
+    class OneOfTwo(TwoParts):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            first, _ = self.optimizers()
             self.manual_backward(self.loss(batch))
-            first.step()
+            self.optimizers()[0].step()
 
     with caplog.at_level("INFO"):
         fit(OneOfTwo, AmpPrecision("fp16"))

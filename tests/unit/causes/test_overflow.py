@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from zoo.overflows import BadRow, HalfBody, LargeOutput, fp16, with_bad
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, OverflowLocator
+from lightning_amp.causes._lost_precision import _is_cured
+from lightning_amp.findings import TOTAL, GradientRow, GradientSample
 from lightning_amp.shadow import TrainingPass
 
 
@@ -184,6 +186,22 @@ def test_the_operation_whose_gradient_leaves_the_range_is_named_with_its_size(sc
     plugin = AmpPrecision("fp16", scaler=scaler)
     fit(Divided, plugin, batches(4))
     assert (plugin.num_steps, plugin.num_skipped) == (4, 0)
+
+
+def test_a_remedy_that_loses_the_gradient_does_not_work() -> None:
+    class Chaotic(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            return 1 + torch.sin(1e6 * self.net(batch)).float().mean() / 1e3
+
+    locator = OverflowLocator(max_reports=1)
+    fit(Chaotic, fp16(), batches(1), callbacks=[locator])
+    assert ('AmpPrecision("bf16")', False) in locator.reports[0].remedies
+
+
+@pytest.mark.parametrize(("sqnr_db", "works"), [(12.0, False), (19.0, True)])
+def test_a_setting_works_if_it_keeps_three_bits(sqnr_db: float, works: bool) -> None:
+    row = GradientRow(0, TOTAL, 1.0, 10, 0.0, 0.0, 9.0, sqnr_db, 0.99, 1.0, precision="bf16")
+    assert _is_cured(GradientSample([row])) is works
 
 
 def test_state_in_an_attribute_is_blamed_for_its_nan() -> None:
