@@ -58,8 +58,7 @@ class Model(nn.Module):
 
 
 def shard(module: Any, mesh: Any) -> Any:
-    fully_shard(module, mesh=mesh["data_parallel"])
-    return module
+    return fully_shard(module, mesh=mesh["data_parallel"])
 
 
 def spoilt(loss: Tensor, model: Any, trouble: Trouble, number: int) -> Tensor:

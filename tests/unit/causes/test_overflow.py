@@ -166,9 +166,6 @@ def test_the_operation_whose_gradient_leaves_the_range_is_named_with_its_size(sc
             hidden = Steep.apply(self.net[:2](batch))
             return self.net[2:](hidden).float().square().mean()
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1e-9)
-
     module, locator = InTheMiddle(), OverflowLocator(max_reports=1)
     fit(lambda: copy.deepcopy(module), AmpPrecision("fp16", scaler=scaler), batches(1), callbacks=[locator])
     (report,) = locator.reports
@@ -216,7 +213,6 @@ def test_state_in_an_attribute_is_blamed_for_its_nan() -> None:
     locator = OverflowLocator(max_reports=1)
     fit(Carries, AmpPrecision("bf16"), batches(4), callbacks=[locator])
     (report,) = locator.reports
-    assert report.operation.kind == "state"
     assert "add gave NaN: an input is NaN that no operation of this step made" in str(report)
     assert "register it as a buffer and name it in `restore_buffers`" in str(report)
 

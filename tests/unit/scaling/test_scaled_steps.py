@@ -169,7 +169,6 @@ def test_beside_accelerate(optimizer: str) -> None:
 
 @pytest.mark.parametrize(("arguments", "words"), [
     ((DynamicLossScaler,), r"got DynamicLossScaler\. Write `DynamicLossScaler\(\)`"),
-    ((1024.0, ["no optimizer"]), "optimizers"),
     ((None, plain_sgd([nn.Parameter(torch.ones(1))])), r"optimizers.* Write `\[optimizer\]`"),
 ])  # fmt: skip
 def test_wrong_arguments(arguments: Any, words: str) -> None:

@@ -31,7 +31,6 @@ def test_random_generators_are_paired() -> None:
 TF32: dict[str, Callable[[Any], object]] = {
     "default": lambda _: None,
     "high": lambda _: torch.set_float32_matmul_precision("high"),
-    "medium": lambda _: torch.set_float32_matmul_precision("medium"),
     "all tf32": lambda backends: setattr(backends, "fp32_precision", "tf32"),
     "matmul tf32": lambda backends: setattr(backends.cuda.matmul, "fp32_precision", "tf32"),
 }
