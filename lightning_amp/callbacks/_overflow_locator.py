@@ -348,11 +348,6 @@ class OverflowLocator(Observer):
             name = f"overflow_step{report.record.index:05d}_rank{report.rank}.json"
             self._write(name, lambda path, report=report: write_atomically(path, lambda f: f.write(report.to_json())))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the settings and the reports for a pickle or a deep copy, without the current run."""
-        nothing: dict[str, Any] = {"_plugin": None, "_counting": None, "_looking": None, "_steps": []}
-        return {**vars(self), **nothing, "_window": BatchWindow()}
-
 
 def _warn_of_bad_values(module: nn.Module) -> None:
     """Name parameters and buffers with NaN or infinity. This waits for the device once."""

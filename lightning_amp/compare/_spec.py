@@ -185,7 +185,7 @@ def dumps(value: Any, *factories: Any) -> bytes:
     try:
         import cloudpickle
     except ModuleNotFoundError as error:
-        text = "Runs in other processes need cloudpickle, which is not installed. Run `pip install cloudpickle`."
+        text = "Runs in other processes need cloudpickle, which is not installed. Run `pip install cloudpickle scipy`."
         raise ModuleNotFoundError(text) from error
     with ExitStack() as stack:
         for name in dict.fromkeys(map(_module_name, factories or [value])):

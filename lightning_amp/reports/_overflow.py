@@ -229,6 +229,8 @@ def _value(report: Overflow, operation: Op) -> str:
     if operation.in_backward:
         if report.largest_gradient is not None and operation.largest_in_fp32 is not None:
             return f"{operation.name} gave a true gradient of {rounded(operation.largest_in_fp32)}{ends}"
+        if operation.kind == "cast" and operation.largest_input is not None:
+            return f"{operation.name} takes an input of {rounded(operation.largest_input)}{ends}"
         verb = "got" if operation.is_sum else "gave"
         return f"{operation.name} {verb} a gradient of {_VALUES[operation.result]}{special}"
     source = operation.largest_input
@@ -313,7 +315,7 @@ _ADVICE = {
     "log": "a stable form (`F.logsigmoid`, `log_softmax`), or an epsilon in the argument of `log`",
     "rounded log": "a stable form (`F.logsigmoid`, `log_softmax`), or `.float()` where its argument is computed",
     "div": "an epsilon in the divisor",
-    "small epsilon": "an epsilon that {dtype} holds, such as 1e-4, in the divisor",
+    "small epsilon": "an epsilon that {precision} holds, such as 1e-4, in the divisor",
     "derivative": "an epsilon in the argument of `{name}`; a `torch.where` behind it does not help",
     "negative": "keep the argument of `{name}` {inside}, by `.clamp` and an epsilon",
     "zero": "an epsilon in the argument of `{name}`",
@@ -331,10 +333,9 @@ def _advice(report: Overflow) -> str:
     operation = report.operation
     if operation is None:
         return _ADVICE["unknown"]
-    largest_input = rounded(operation.largest_input or 0.0)
-    return _ADVICE[_advice_on(operation, report.in_fp32)].format(
-        name=operation.name, dtype=operation.dtype, inside=domain(operation.name).inside, largest_input=largest_input
-    )
+    size, inside = rounded(operation.largest_input or 0.0), domain(operation.name).inside
+    said = _ADVICE[_advice_on(operation, report.in_fp32)]
+    return said.format(name=operation.name, precision=report.record.precision, inside=inside, largest_input=size)
 
 
 def _advice_on(operation: Op | None, in_fp32: str) -> str:

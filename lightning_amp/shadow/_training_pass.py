@@ -15,7 +15,7 @@ from typing_extensions import final
 from lightning_amp._compat import _modules
 from lightning_amp._compat._names import LightningModule, LightningOptimizer, Trainer, is_overridden
 from lightning_amp.measure import MatmulFlops
-from lightning_amp.numerics import dense
+from lightning_amp.numerics import dense, names_of_nonfinite
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._fsdp import replace
 from lightning_amp.shadow._module_copy import copy_batch, read_only
@@ -234,8 +234,10 @@ class TrainingPass:
         result = None if closure is None else closure()
         with _modules.outside_function_modes():
             for parameter in _parameters(stand_in):
-                gradient = self._true_gradient(parameter)
-                if gradient is not None:  # a later backward of another loss may add to `parameter.grad`
+                gradient, before = self._true_gradient(parameter), self._stepped.get(parameter)
+                # a step of this batch that overflowed is the one to explain
+                if gradient is not None and not (before is not None and names_of_nonfinite([("", before)])):
+                    # a later backward of another loss may add to `parameter.grad`
                     self._stepped[parameter] = gradient.clone() if gradient is parameter.grad else gradient
         return result
 

@@ -73,8 +73,7 @@ def fp32_switches() -> tuple[Any, ...]:
 
 def reduces_fp32(device_type: str) -> bool:
     """Return whether torch may compute fp32 matrix products on this type of device in TF32 or bf16 now."""
-    switch = fp32_switches()[3 if device_type == "cpu" else 0]
-    return switch.fp32_precision not in ("ieee", "none")
+    return fp32_switches()[3 if device_type == "cpu" else 0].fp32_precision not in ("ieee", "none")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 
 from lightning_amp._containers import tensors_in
 from lightning_amp.findings import Op
-from lightning_amp.numerics import dense
+from lightning_amp.numerics import FP16_LARGEST, dense
 from lightning_amp.tracing._operations import CASTS, SUMMING, plain
 from lightning_amp.tracing._trace import FUNCTION, Call, Gradient, Trace
 
@@ -148,5 +148,9 @@ def described(found: Call | Gradient, run: Trace, fp32_run: Trace | None = None)
     inside = next((one for one in run.calls if one.in_backward and one.made.bad and not one.takes_bad), None)
     if op.kind == "function" and inside is not None and (inner := inside.key.place) is not None:
         op = replace(op, file=inner.file, line=inner.line, code=inner.code)  # in the backward of the function
+    in_fp16 = any(one.call is call and one.dtype is torch.float16 for one in run.gradients)
+    if in_fp16 and op.name.startswith(("gru", "lstm", "rnn")) and (call.largest_input or 0.0) > FP16_LARGEST:
+        # gates hide the infinity in the forward
+        op = replace(op, dtype="float16", kind="cast", largest_input=call.largest_input)
     kind = "" if op.name in CASTS or op.kind == "sum" else op.kind
     return replace(op, in_backward=True, is_sum=bool(found.arrived.bad), kind=kind)

@@ -482,7 +482,7 @@ PRECISION = [
     Mutation(
         "skipped steps are silent at the end of a fit",
         "precision/_run.py",
-        "                self._warn_of_lost_steps(log, is_scaled)\n",
+        "                self._warn_of_lost_steps(log, by_hand)\n",
         "",
         (f"{IN_USE}test_steps_that_changed_nothing_are_said_once",),
     ),

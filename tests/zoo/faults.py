@@ -243,7 +243,7 @@ def kl(module: Any, batch: Tensor, cured: bool) -> Tensor:
 
 @fault(
     "an epsilon that float16 does not hold", "forward", "div", "z / norm",
-    says="an epsilon that float16 holds", remedy=BF16,
+    says="an epsilon that fp16 holds", remedy=BF16,
 )  # fmt: skip
 def small_epsilon(module: Any, batch: Tensor, cured: bool) -> Tensor:
     """1e-8 is 0 in float16."""

@@ -66,11 +66,8 @@ def test_each_step_of_a_batch_counts(plugin: str) -> None:
 
 
 def test_a_scale_that_starts_below_the_warning_has_not_fallen(recwarn: pytest.WarningsRecorder) -> None:
-    for callbacks, number in ([], 0), ([Poison(gradient=[1])], 1):
-        plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(0.25, min_scale=2.0**-8))
-        fit(Toy, plugin, batches(4), callbacks=[*callbacks, ScaleMonitor()])
-        found = [str(one.message) for one in recwarn if "The loss scale fell to 0.125, below 0.25" in str(one.message)]
-        assert (len(found), len([one for one in recwarn if "loss scale fell" in str(one.message)])) == (number, number)
+    fit(Toy, AmpPrecision("fp16", scaler=0.25), batches(4), callbacks=[ScaleMonitor()])
+    assert not [one for one in recwarn if "loss scale fell" in str(one.message)]
 
 
 def test_says_that_there_is_nothing_to_show(caplog: pytest.LogCaptureFixture) -> None:

@@ -69,7 +69,7 @@ def test_factories_that_travel(factory: Any) -> None:
 
 def test_without_cloudpickle_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ModuleNotFoundError, match="Run `pip install cloudpickle`"):
+    with pytest.raises(ModuleNotFoundError, match="Run `pip install cloudpickle scipy`"):
         check_factory("make_module", Waves, L.LightningModule)
 
 
