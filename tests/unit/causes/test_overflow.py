@@ -190,6 +190,7 @@ def test_each_update_of_a_batch_is_looked_at() -> None:
     assert (locator.reports[0].cause, locator.reports[0].in_fp32) == ("backward", "not finite")
 
 
+@pytest.mark.cpu  # a cell is a fused kernel on other devices
 def test_an_input_whose_infinity_is_hidden_by_gates_is_named() -> None:
     locator, loader = OverflowLocator(max_reports=1), with_row(6, 1e6)(False)
     fit(lambda: Toy(torch.optim.SGD, nn.GRUCell(8, 1)), fp16(), loader, callbacks=[locator])
