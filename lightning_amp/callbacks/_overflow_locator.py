@@ -65,10 +65,10 @@ class OverflowLocator(Observer):
           head: exp gave 5.76e+10, fp16 ends at 65,504      losses.py:75  return torch.log(torch.exp(sim).sum(-1))
           fix: AmpPrecision("bf16") (tried: works), or subtract the maximum before it (`torch.logsumexp`) (not tried)
 
-    "(tried: works)" says that the step ran again with this remedy. Loss and gradients were finite then, and the loss
-    equalled the loss in fp32, up to the rounding of the format. Each cause is printed once. Later steps with the same
-    cause are counted, and so are steps that were skipped while a dynamic scale settled, which is no fault. One line at
-    the end of fit has both counts.
+    "(tried: works)" says that the step ran again with this remedy. Loss and gradients were finite then, the loss
+    equalled the loss in fp32, up to rounding, and the error of the gradient was smaller than the gradient. Each cause
+    is printed once. Later steps that look alike are counted. Steps that were skipped while a dynamic scale settled are
+    counted too, which is no fault. One line at the end of fit has both counts.
 
     If the loss is not finite although its gradients are, the step is taken. The locator reports this once, in the same
     way.

@@ -54,8 +54,8 @@ class TriedRemedy(NamedTuple):
     Attributes:
         setting: The setting as code: `fp32_modules=['rotary']`.
         works: Whether it helps. A metric then keeps at most a quarter of its difference to fp32, and no gradient is
-            lost. After a skipped step, loss and gradients are finite, and the loss equals the loss in fp32 within the
-            rounding of the format.
+            lost. After a skipped step, loss and gradients are finite, and the loss equals the loss in fp32 within
+            rounding. The error of the gradient is smaller than the gradient.
     """
 
     setting: str

@@ -67,7 +67,7 @@ def fit(net: Net, precision: str, batches: int, **kwargs: Any) -> L.Trainer:
 
 
 def assert_as_fp32(make: Any, batches: int, atol: float = 1e-3, scaler: Any = None, **kwargs: Any) -> None:
-    """Compare the parameters of a run in fp16 with those of a run in fp32, apart from rounding."""
+    """Train in fp16 and in fp32, and require parameters that are equal within rounding."""
     nets = make(), make()
     fit(nets[0], "fp32", batches, **kwargs)
     fit(nets[1], "fp16", batches, plugin=scaler and AmpPrecision("fp16", scaler=scaler), **kwargs)
