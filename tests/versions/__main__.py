@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from versions.specs import DEFAULT, Spec
 from versions.table import Row, Table
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDS = [".[plot,report,cli,fp8,examples]"]
+NEEDS = "plot,report,cli,examples"
 ASK = """\
 import platform
 from importlib.metadata import version
@@ -79,10 +80,11 @@ def build(spec: Spec, folder: Path) -> Path:
     if not python.exists():
         uv("venv", "--python", spec.python, str(folder))
     resolution = ["--resolution", "lowest-direct"] if spec.lowest else []
-    uv("pip", "install", "--python", str(python), *resolution, *spec.requirements, "-e", *NEEDS)
+    extras = NEEDS if spec.lowest else f"{NEEDS},fp8"  # which the lowest torch cannot import
+    uv("pip", "install", "--python", str(python), *resolution, *spec.requirements, "-e", f".[{extras}]")
     installed = uv("pip", "freeze", "--python", str(python), "--exclude-editable")
     fixed = folder / "installed.txt"
-    fixed.write_text(installed, encoding="utf-8")
+    fixed.write_text(re.sub("(?m)^(lightning==.*)", r"\1\npytorch-\1", installed), encoding="utf-8")
     uv("pip", "install", "--python", str(python), "-c", str(fixed), "--group", "test")
     return python
 
