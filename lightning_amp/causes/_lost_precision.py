@@ -17,6 +17,7 @@ from lightning_amp._compat._names import LightningModule, Trainer
 from lightning_amp._text import exact, literal
 from lightning_amp.casting import Fp32Modules
 from lightning_amp.findings import (
+    LOST_DB,
     WRONG_DB,
     ComparisonRow,
     GradientSample,
@@ -154,13 +155,13 @@ def lost_in_training(trainer: Trainer, sample: GradientSample, sampler: Gradient
     if total.precision == "fp16" and sample.forward_is_finite and fits_better:
         if row.scale == 1 != vars(trainer.precision_plugin)["scaler"].get_scale():
             return "fix: `self.manual_backward(loss)`, because `loss.backward()` carries no loss scale (not tried)"
-        again, setting = None, ""
+        tried, kept = TriedRemedy("", False), ""
         for scale in dict.fromkeys((min(fitting_scale, 2.0**24), fitting_scale)):  # the default limit
-            again, setting = sampler.take(scale), _scale_setting(trainer, row.scale, scale)
-            if again is not None and _is_cured(again) and not again.rows[-1].is_small:
-                break
-        if _is_cured(again) or is_certain:
-            return describe_tried([TriedRemedy(setting, _is_cured(again))]) + _kept(again)
+            if not tried.works:
+                works, kept = _effect(sample, sampler.take(scale))
+                tried = TriedRemedy(_scale_setting(trainer, sample, scale), works)
+        if tried.works or is_certain:
+            return describe_tried([tried]) + kept
     elif is_certain:
         return "`OverflowLocator` finds the operation" if overflows else "fix: `AmpPrecision('bf16')` (not tried)"
     outputs = OutputComparison(inputs=True)
@@ -173,31 +174,35 @@ def lost_in_training(trainer: Trainer, sample: GradientSample, sampler: Gradient
     what = ""
     if found is not None:
         setting = f"`fp32_modules=[{found.module!r}]`"
-        again = sampler.take(total.scale, rules=[found.module])
-        if not _is_cured(again) and scale < total.scale:
-            setting += f" and {_scale_setting(trainer, total.scale, scale)}"
-            again = sampler.take(scale, rules=[found.module])
-        tried = TriedRemedy(setting, _is_cured(again))
-        what, how = str(found._replace(tried=(tried,))).split("\n")
-        if tried.works or found.output_sqnr_db < WRONG_DB:
-            return f"{what}\n{how}{_kept(again)}"
-    is_other = found is None or found.module != row.name  # its own backward may lose the gradient
-    again = sampler.take(total.scale, rules=[row.name]) if is_other else None
-    if _is_cured(again):
-        return describe_tried([TriedRemedy(f"`fp32_modules=[{row.name!r}]`", True)]) + _kept(again)
+        works, kept = _effect(sample, sampler.take(total.scale, rules=[found.module]))
+        if not works and scale < total.scale:
+            setting += f" and {_scale_setting(trainer, sample, scale)}"
+            works, kept = _effect(sample, sampler.take(scale, rules=[found.module]))
+        what, how = str(found._replace(tried=(TriedRemedy(setting, works),))).split("\n")
+        if works or found.output_sqnr_db < WRONG_DB:
+            return f"{what}\n{how}{kept}"
+    if found is None or found.module != row.name:  # its own backward may lose the gradient
+        works, kept = _effect(sample, sampler.take(total.scale, rules=[row.name]))
+        if works:
+            return describe_tried([TriedRemedy(f"`fp32_modules=[{row.name!r}]`", True)]) + kept
     return what and f"{what}\n  fix: `fp32_region()` around code outside of modules, or fp32 (not tried)"
 
 
-def _is_cured(sample: GradientSample | None) -> bool:
-    """Return whether no gradient is lost, and three bits of all of them are kept; in fp8 healthy ones keep fewer."""
-    if sample is None or not sample.forward_is_finite or sample.bad():
-        return False
-    return sample.rows[-1].precision == "fp8" or sample.rows[-1].sqnr_db >= 3 * _ONE_BIT_DB
+def _effect(before: GradientSample, after: GradientSample | None) -> tuple[bool, str]:
+    """Return whether a setting helps, and what it keeps.
 
-
-def _kept(sample: GradientSample | None) -> str:
-    total = sample.rows[-1] if sample is not None and not math.isnan(sample.rows[-1].sqnr_db) else None
-    return f"; the gradient then keeps {bits_kept(total.sqnr_db, total.precision)}" if total is not None else ""
+    It helps if no gradient is lost, the lost ones have become better, and three bits of all are kept; in fp8 healthy
+    ones keep fewer.
+    """
+    if after is None or math.isnan(after.rows[-1].sqnr_db):
+        return False, ""
+    total, names = after.rows[-1], {row.name for row in before.bad()}
+    worst = min((row for row in after.rows if row.name in names), key=lambda row: row.sqnr_db, default=total)
+    least = 0.0 if total.precision == "fp8" else 3 * _ONE_BIT_DB
+    is_cured = after.forward_is_finite and not after.bad() and worst.sqnr_db >= LOST_DB and total.sqnr_db >= least
+    shown = worst if before.rows[-1].sqnr_db >= least else total
+    what = "the gradient" if shown is total else f"`{shown.name}`"
+    return is_cured, f"; {what} then keeps {bits_kept(shown.sqnr_db, shown.precision)}"
 
 
 def settled_scale(trainer: Trainer, now: float) -> float:
@@ -210,9 +215,12 @@ def settled_scale(trainer: Trainer, now: float) -> float:
     return now if lowest == getattr(scaler, "max_scale", None) else max(1.0, lowest)
 
 
-def _scale_setting(trainer: Trainer, now: float, scale: float) -> str:
+def _scale_setting(trainer: Trainer, sample: GradientSample, scale: float) -> str:
+    now = sample.rows[-1].scale
     if scale < 1:  # dividing the loss has the same effect, and keeps the loss scale away from its limits
         return f"dividing the loss by {exact(max(now, settled_scale(trainer, now)) / scale)}"
+    if scale < now and not sample.fp32_loss_is_finite:
+        return f"`scaler={literal(scale)}`, because a loss that is not finite does not lower it"
     if settled_scale(trainer, now) <= scale < now:
         return f"a loss scale of {exact(scale)}, to which it falls by itself"
     return f"`DynamicLossScaler(init_scale={literal(scale)}{f', max_scale={literal(scale)}' * (scale > 2.0**24)})`"

@@ -3,7 +3,7 @@
 Read `_step.py` first.
 """
 
-from lightning_amp.findings._gradient import TOTAL, GradientRow, GradientSample
+from lightning_amp.findings._gradient import LOST_DB, TOTAL, GradientRow, GradientSample
 from lightning_amp.findings._lost_precision import (
     WRONG_DB,
     LostPrecision,
@@ -18,6 +18,7 @@ from lightning_amp.findings._op import Op, OpKind
 from lightning_amp.findings._step import StepPrecision, StepReason, StepRecord
 
 __all__ = [
+    "LOST_DB",
     "TOTAL",
     "WRONG_DB",
     "ComparisonRow",

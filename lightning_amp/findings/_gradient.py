@@ -53,17 +53,14 @@ class GradientRow(NamedTuple):
         return self.precision in ("fp16", "") and self.underflow_fraction > 0.1
 
     @property
-    def is_small(self) -> bool:
-        """Return whether more than a tenth of the values become zero or subnormal in fp16."""
-        return self.precision in ("fp16", "") and self.underflow_fraction + self.subnormal_fraction > 0.1
-
-    @property
     def is_too_short(self) -> bool:
         """Return whether the gradient is shorter than its direction explains, by the loss scale at most."""
         return self.cosine > 0.5 and 0.98 / self.scale < self.norm_ratio < 0.7 * self.cosine
 
 
-_LOST_DB = 3.0  # a module below this SQNR is a fault, even if all other modules are fine
+LOST_DB = 3.0
+"""A module below this SQNR is a fault, even if all other modules are fine."""
+_NEGLIGIBLE = 2.0**-64  # of the largest gradient: no optimizer moves a weight by it
 _ROUNDING_DB = -30.0  # below this the fp32 gradient is rounding noise, as for a bias before a normalisation
 
 
@@ -75,6 +72,7 @@ class GradientSample(NamedTuple):
         rows: The rows of the table; the last row is about all gradients.
         order: Names of the rows in the order of the backward.
         forward_is_finite: Whether the loss was finite in mixed precision, or not finite in fp32 either.
+        fp32_loss_is_finite: Whether the loss was finite in fp32.
         may_clip: Whether `training_step` (in manual optimization) or `on_after_backward` may change the gradients.
 
     """
@@ -82,6 +80,7 @@ class GradientSample(NamedTuple):
     rows: list[GradientRow]
     order: Sequence[str] = ()
     forward_is_finite: bool = True
+    fp32_loss_is_finite: bool = True
     may_clip: bool = True
 
     def bad(self) -> list[GradientRow]:
@@ -97,7 +96,8 @@ class GradientSample(NamedTuple):
         if math.isnan(total.sqnr_db):
             return [row for row in parts if math.isnan(row.sqnr_db)] or [total]
         whole = total.sqnr_db < _LOW_DB and total.largest > 0
-        lost = [row for row in parts if _ROUNDING_DB < row.sqnr_db < (_LOW_DB if whole else _LOST_DB)]
+        parts = [row for row in parts if row.largest > _NEGLIGIBLE * total.largest]
+        lost = [row for row in parts if _ROUNDING_DB < row.sqnr_db < (_LOW_DB if whole else LOST_DB)]
         lost = lost or [row for row in parts if row.rounds_to_zero and row.sqnr_db < _LOW_DB]
         return lost or [total] * whole
 

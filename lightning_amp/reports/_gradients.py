@@ -127,7 +127,7 @@ def describe_gradient(sample: GradientSample, scale: float | None, found: str, b
     the rows of the previous sample: a module keeps few bits if both samples show it.
     """
     total, bad = sample.rows[-1], sample.bad()
-    if total.largest == 0:
+    if total.largest == 0 and sample.forward_is_finite:
         return f"GradientMonitor, step {total.step}: all gradients are zero."
     if not bad:
         return f"GradientMonitor, step {total.step}: {_healthy(sample, scale, before)}"
@@ -161,7 +161,8 @@ def _what(sample: GradientSample, first: GradientRow) -> str:
     if first.rounds_to_zero:
         least = "at least " * (total.underflow_fraction < 0.99)  # in its backward, more values may round to zero
         return f"{least}{percent(total.underflow_fraction)} of the gradient rounds to zero"
-    return f"the gradient keeps {bits_kept(total.sqnr_db, total.precision)} of fp32"
+    kept = f"the gradient keeps {bits_kept(total.sqnr_db, total.precision)} of fp32"
+    return kept if total.sqnr_db < first.sqnr_db + 12 else f"{kept} as a whole, and parts of it keep too few"
 
 
 def _share(row: GradientRow) -> str:
@@ -181,13 +182,12 @@ def _healthy(sample: GradientSample, scale: float | None, before: Sequence[Gradi
     if rows:
         least = min(rows, key=lambda row: row.sqnr_db)
         text += f", in `{least.name}` {bits_kept(least.sqnr_db, total.precision)}"
-    text += "."
     # a gradient in float32 may be too large for fp16
     if total.precision != "fp16" or round(total.headroom_bits, 1) < 0:
-        return text
+        return f"{text}."
     if total.underflow_fraction > 0.01 and scale is not None and scale > total.scale:
         how = "`self.manual_backward(loss)` with " if total.scale == 1 and sample.may_clip else ""
         advice = f"{how}`DynamicLossScaler(init_scale={literal(scale)})` (not tried) keeps more"
-        return f"{text} {percent(total.underflow_fraction)} of it rounds to zero; {advice}."
+        return f"{text}. {percent(total.underflow_fraction)} of it rounds to zero; {advice}."
     room = counted(int(total.headroom_bits), "bit")
-    return f"{text} At the loss scale {exact(total.scale)} it fits, with {room} of room."
+    return f"{text}. At the loss scale {exact(total.scale)} it fits, with {room} of room."

@@ -203,7 +203,7 @@ def _leaves_range(report: Overflow) -> bool:
     if operation is None or report.in_fp32 != "finite":
         return False
     is_too_large = operation.dtype == "float16" and (operation.largest_in_fp32 or 0) > FP16_LARGEST
-    return operation.kind in ("sum", "cast") or operation.in_backward or is_too_large
+    return operation.kind in ("sum", "cast") or (operation.in_backward and operation.kind != "zero") or is_too_large
 
 
 def _where(report: Overflow) -> str:

@@ -138,7 +138,8 @@ class OptimizerSteps:
                     state.scale = self._rest_state.scale
                 # before its first step no gradient counts as assigned
                 state.watched, state.since = self._watch.watch_first(optimizer, is_scaled=is_scaled), -1
-            self._rest[:] = [p for p in self._rest if id(p) not in mine]
+            are_known, self._rest[:] = bool(self._rest), [p for p in self._rest if id(p) not in mine]
+            self._expects_more &= bool(self._rest) or not are_known
         self.states[id(optimizer)] = state
         return state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +35,6 @@ from lightning_amp.tracing import Trace
 
 RowsBy = Literal["module", "parameter"]
 """The kind of rows in the table: one per module, or one per parameter."""
-
-
-@final
-class _Run(NamedTuple):
-    """One of the two runs."""
-
-    gradients: dict[str, Tensor]
-    trace: Trace
-    loss: Tensor | None
-    is_edited: bool
 
 
 @final
@@ -89,7 +79,8 @@ class GradientSampler:
             _row(step, name, scale, added, top, precision_of(trainer)) for name, added, top in rows if added[0] > 0
         ]
         most = max(ranks, key=lambda one: len(one.order))
-        return most._replace(rows=found, forward_is_finite=all(r.forward_is_finite for r in ranks)) if found else None
+        forward, loss = all(r.forward_is_finite for r in ranks), all(r.fp32_loss_is_finite for r in ranks)
+        return most._replace(rows=found, forward_is_finite=forward, fp32_loss_is_finite=loss) if found else None
 
     def _clear(self) -> None:
         # The dtype is float64, or the widest that the device has. Of each row: the number of gradients, of NaN (which a
@@ -113,23 +104,25 @@ class GradientSampler:
     def _measure(self, scale: float, outputs: OutputComparison | None, rules: Sequence[str]) -> GradientSample:
         """Run the step in fp32 and as training does, and compare their gradients row by row."""
         row_of = self._row_of
-        fp32 = self._run(outputs, in_fp32=True)
+        fp32, fp32_trace, fp32_loss, _ = self._run(outputs, in_fp32=True)
         owners = {name: name.rpartition(".")[0] for name in reversed(row_of)}
-        ran = dict.fromkeys(one.call.module for one in fp32.trace.gradients if not one.is_inner)
+        ran = dict.fromkeys(one.call.module for one in fp32_trace.gradients if not one.is_inner)
         order = dict.fromkeys(row_of[name] for owner in ran for name, its in owners.items() if its == owner)
         sample = GradientSample([], [name or type(self._module).__name__ for name in order])
-        if not fp32.gradients:
+        if not fp32:
             return sample
-        amp = self._run(outputs, scale, rules)
+        amp, amp_trace, amp_loss, is_edited = self._run(outputs, scale, rules)
         # a loss that is not finite in fp32 either may have finite gradients
-        finite, fp32_finite = (one.loss is None or bool(torch.isfinite(one.loss).all()) for one in (amp, fp32))
-        may_clip = amp.is_edited or not self._module.automatic_optimization
-        sample = sample._replace(forward_is_finite=finite or not fp32_finite, may_clip=may_clip)
-        rows = {row_of[name] for name in fp32.gradients}
+        finite, fp32_finite = (one is None or bool(torch.isfinite(one).all()) for one in (amp_loss, fp32_loss))
+        may_clip = is_edited or not self._module.automatic_optimization
+        sample = sample._replace(
+            forward_is_finite=finite or not fp32_finite, fp32_loss_is_finite=fp32_finite, may_clip=may_clip
+        )
+        rows = {row_of[name] for name in fp32}
         # of each operation the first gradient that is not cast: a loss that casts its inputs gets it in float32
-        nodes = [one for one in amp.trace.gradients if one.arrived_in is one.dtype and not one.is_inner]
+        nodes = [one for one in amp_trace.gradients if one.arrived_in is one.dtype and not one.is_inner]
         dtypes = {one.call.key: one.dtype for one in reversed(nodes)}
-        for one in fp32.trace.read().gradients:
+        for one in fp32_trace.read().gradients:
             # Gradients of operations count, because they may be larger than gradients of parameters. Infinite ones do
             # not: parameters show them, unless a mask such as ReLU's drops them.
             magnitude = torch.tensor(max(abs(one.arrived.low), abs(one.arrived.high)))
@@ -137,9 +130,9 @@ class GradientSampler:
                 name = one.call.module or ""
                 self._add([name] if self._by == "module" and name in rows else [], magnitude)
         model, parameters = cast(nn.Module, self._trainer.strategy.model), _modules.plain_parameters(self._module)
-        for name, gradient in fp32.gradients.items():
+        for name, gradient in fp32.items():
             # A gradient that exists only in fp32 is lost in mixed precision.
-            values = amp.gradients.get(name, torch.zeros_like(gradient))
+            values = amp.get(name, torch.zeros_like(gradient))
             counts, product = underflow_counts(gradient, scale), inner_product(gradient, values)
             measured = counts, fidelity_sums(gradient, values), product
             # each value of a sharded gradient counts on one rank
@@ -149,7 +142,8 @@ class GradientSampler:
 
     def _run(
         self, outputs: OutputComparison | None, scale: float = 1.0, rules: Sequence[str] = (), *, in_fp32: bool = False
-    ) -> _Run:
+    ) -> tuple[dict[str, Tensor], Trace, Tensor | None, bool]:
+        """Return the gradients, the trace, the loss, and whether a hook changed gradients."""
         trainer = self._trainer
         with closing(TrainingPass(trainer, self._module, upcast=in_fp32)) as one, ExitStack() as watching:
             if rules:
@@ -161,7 +155,7 @@ class GradientSampler:
             loss = one.run(
                 self._batch, self._batch_idx, context=context, scale=scale, trace=trace, fp32_draws=not in_fp32
             )
-            return _Run(one.gradients(), trace, loss, one.is_edited)
+            return one.gradients(), trace, loss, one.is_edited
 
 
 def precision_of(trainer: Trainer) -> str:

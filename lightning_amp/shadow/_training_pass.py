@@ -55,7 +55,6 @@ class TrainingPass:
         self._factor, self.notes, self.is_edited = 1.0, list[str](), False
         self._losses: list[Tensor] = []
         self._stepped: dict[nn.Parameter, Tensor] = {}  # true gradients
-        self._unscaled: dict[nn.Parameter, Tensor] = {}  # gradients that are true, as long as they are the parameter's
         self._trace: Trace | None = None
         plugin = replaying(trainer.precision_plugin, clip_gradients=NOTHING, unscale_=self._unscale)
         if isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler):
@@ -90,6 +89,7 @@ class TrainingPass:
             # Parameters correspond by position, because a parameter that two modules share is also shared in the copy.
             twins = dict(zip(module.parameters(), self.module.parameters(), strict=True))
             self._real = {*twins, *optimized}.difference(twins.values())
+            self._true = set(self.module.parameters())  # have no gradient, or a true one: no scaled backward came since
             self._stand_ins = [one for each in stand_ins.values() for one in each]
             for stand_in in self._stand_ins:
                 groups = [
@@ -160,7 +160,7 @@ class TrainingPass:
 
     def _true_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         gradient = parameter.grad
-        if gradient is None or self._unscaled.get(parameter) is gradient or self._factor == 1:
+        if gradient is None or parameter in self._true or self._factor == 1:
             return gradient
         return gradient / self._factor  # not in place, because other code may hold the gradient
 
@@ -202,10 +202,9 @@ class TrainingPass:
     def _scaled(self, outputs: Any) -> Any:
         """Multiply losses by the scale, and true gradients, because the next backward adds to them at the scale."""
         with _modules.outside_function_modes():
-            while self._unscaled:
-                parameter, gradient = self._unscaled.popitem()
-                if parameter.grad is gradient:
-                    parameter.grad = gradient * self._factor
+            while self._true:
+                parameter = self._true.pop()
+                parameter.grad = None if parameter.grad is None else parameter.grad * self._factor
         if isinstance(outputs, Tensor):
             # A scaler multiplies by a tensor, too: a loss in half precision becomes float32.
             return outputs * torch.as_tensor(self._factor, dtype=torch.float32, device=outputs.device)
@@ -214,9 +213,8 @@ class TrainingPass:
     def _unscale(self, optimizer: Any) -> None:
         with _modules.outside_function_modes():
             for parameter in _parameters(optimizer):
-                gradient = parameter.grad = self._true_gradient(parameter)
-                if gradient is not None:
-                    self._unscaled[parameter] = gradient
+                parameter.grad = self._true_gradient(parameter)
+                self._true.add(parameter)
 
     def _stand_in(self, optimizer: Any) -> Any:
         stand_in = read_only(optimizer, "optimizers()")

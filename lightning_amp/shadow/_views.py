@@ -59,10 +59,7 @@ class _Nothing:
             raise AttributeError(name)
         return self
 
-    def _ignore(self, *_: Any) -> None:
-        return None
-
-    __setattr__ = __setitem__ = __exit__ = _ignore
+    __setattr__ = __setitem__ = __exit__ = lambda *_: None
 
     def __iter__(self) -> Any:
         return iter(())

@@ -133,13 +133,13 @@ def test_records(optimizer: str) -> None:
     applied: list[bool] = []
     plugin.records.subscribe(seen.extend)
     history = ScaleHistory.following(plugin.records)
-    Loop(plugin, optimizer=OPTIMIZERS[optimizer], trouble={1: "gradient", 3: "loss"}).run(
+    Loop(plugin, optimizer=OPTIMIZERS[optimizer], trouble={0: "gradient", 3: "loss"}).run(
         after=lambda loop: applied.append(plugin.last_step.applied)
     )
-    assert [record.reason for record in seen] == ["none", "gradient", "none", "loss", *["none"] * 4]
+    assert [record.reason for record in seen] == ["gradient", "none", "none", "loss", *["none"] * 4]
     assert [record.skipped for record in seen] == [not value for value in applied]
-    assert [record.scale for record in seen] == [1024.0] * 2 + [512.0] * 6
-    assert [record.next_scale for record in seen] == [1024.0] + [512.0] * 7
+    assert [record.scale for record in seen] == [1024.0] + [512.0] * 7
+    assert [record.next_scale for record in seen] == [512.0] * 8
     assert [record.index for record in seen] == list(range(8))
     assert {record.precision for record in seen} == {"fp16"}
     assert (plugin.num_steps, plugin.num_skipped, plugin.last_step) == (6, 2, seen[-1])

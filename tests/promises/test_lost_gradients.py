@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -189,6 +190,15 @@ def test_a_scale_that_falls_by_itself_is_called_so(caplog: pytest.LogCaptureFixt
     assert re.search(r"infinite or NaN.*\n.*\n  fix: a loss scale of \S+, to which it falls by itself \(tried", text)
     text = words(caplog, lambda: Spike(nn.Identity()), AmpPrecision("fp16", scaler=2.0**14), 7)
     assert re.search(r"infinite or NaN.*\n.*\n  fix: `DynamicLossScaler\(init_scale=", text)
+
+    class Infinite(Spike):  # with finite gradients
+        def loss(self, batch: Tensor) -> Tensor:
+            return super().loss(batch) - math.inf
+
+    text = words(caplog, lambda: Infinite(nn.Identity()), AmpPrecision("fp16", scaler=DynamicLossScaler(2.0**14)), 7)
+    assert re.search(
+        r"fix: `scaler=\S+`, because a loss that is not finite does not lower the loss scale \(tried", text
+    )
 
 
 @pytest.mark.parametrize("falls", [False, True])

@@ -98,16 +98,34 @@ def test_arguments_are_checked(kwargs: dict[str, Any], match: str) -> None:
         GradientMonitor(**kwargs)
 
 
-def test_gradients_that_are_not_finite_are_not_called_zero(caplog: pytest.LogCaptureFixture) -> None:
-    class Infinite(Times):
-        factor = math.inf
+class Infinite(Times):
+    factor = math.inf
 
+
+class OnlyInHalf(Toy):
+    """Its gradients are zero in fp32, and NaN in half precision."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        out = self.net(batch)
+        return (out * (0 if out.dtype == torch.float32 else math.nan)).float().mean()
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (Infinite, "the gradient is (infinite|NaN) in fp32 too: no precision and no loss scale helps"),
+        (OnlyInHalf, "the forward is infinite or NaN, and in fp32 it is not"),
+    ],
+)
+def test_gradients_that_are_not_finite_are_not_called_zero(
+    module: Any, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     monitor = GradientMonitor(2)
     with caplog.at_level("INFO"):
-        fit(Infinite, AmpPrecision("bf16"), batches(2), callbacks=[monitor])
+        fit(module, AmpPrecision("bf16"), batches(2), callbacks=[monitor])
     assert "all gradients are zero" not in caplog.text
-    assert re.search("the gradient is (infinite|NaN) in fp32 too: no precision and no loss scale helps", caplog.text)
-    assert monitor.recommended_scale is None
+    assert re.search(text, caplog.text)
+    assert module is OnlyInHalf or monitor.recommended_scale is None
 
 
 def test_a_bf16_run_prints_nothing_about_fp16(caplog: pytest.LogCaptureFixture) -> None:
@@ -215,6 +233,27 @@ class WithoutTheScale(Clips):
         optimizer.step()
 
 
+class Assigned(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer, found = self.optimizers(), list[Any]()
+        for part in batch.chunk(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(part))
+            unscale_(self.trainer, optimizer)
+            found.append([p.grad for p in self.parameters()])
+        for parameter, *both in zip(self.parameters(), *found, strict=True):
+            parameter.grad = sum(both)
+        optimizer.step()
+
+
+class PlainFirst(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.optimizers().zero_grad()
+        sum(p.square().sum() for p in self.parameters()).backward()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
 class OneOfTwo(Clips):
     """Clips the gradients of the first of two optimizers while they are scaled."""
 
@@ -275,7 +314,7 @@ def test_clipping_of_scaled_gradients_is_named_with_its_cure(module: Any, caplog
     assert "fix: `lightning_amp.precision.unscale_(self.trainer, optimizer)` before code that clips gradients" in text
 
 
-@pytest.mark.parametrize("module", [Unscaled, WithoutTheScale, UnscaledInTheHook])
+@pytest.mark.parametrize("module", [Unscaled, WithoutTheScale, UnscaledInTheHook, Assigned, PlainFirst])
 @pytest.mark.parametrize("plugin", [fp16, lambda: AmpPrecision("bf16")])
 def test_clipping_of_true_gradients_is_not_noticed(plugin: Any, module: Any) -> None:
     monitor = GradientMonitor(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from typing import Any
 
 import lightning as L
@@ -15,7 +16,7 @@ from zoo.faults import with_row
 from zoo.overflows import BadRow, HalfBody, LargeOutput, fp16, with_bad
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, OverflowLocator
-from lightning_amp.causes._lost_precision import _is_cured
+from lightning_amp.causes._lost_precision import _effect
 from lightning_amp.findings import TOTAL, GradientRow, GradientSample
 from lightning_amp.shadow import TrainingPass
 
@@ -210,7 +211,28 @@ def test_a_remedy_that_loses_the_gradient_does_not_work() -> None:
 @pytest.mark.parametrize(("sqnr_db", "works"), [(12.0, False), (19.0, True)])
 def test_a_setting_works_if_it_keeps_three_bits(sqnr_db: float, works: bool) -> None:
     row = GradientRow(0, TOTAL, 1.0, 10, 0.0, 0.0, 9.0, sqnr_db, 0.99, 1.0, precision="bf16")
-    assert _is_cured(GradientSample([row])) is works
+    assert _effect(GradientSample([row._replace(sqnr_db=1.0)]), GradientSample([row]))[0] is works
+
+
+def test_a_setting_does_not_work_if_it_makes_a_lost_module_worse() -> None:
+    total = GradientRow(0, TOTAL, 1.0, 10, 0.0, 0.0, 9.0, 49.0, 0.99, 1.0, precision="bf16")
+    lost, worse, better = (total._replace(name="q", sqnr_db=sqnr_db) for sqnr_db in (-0.1, -41.0, 14.0))
+    before = GradientSample([lost, total])
+    assert not _effect(before, GradientSample([worse, total]))[0]
+    assert _effect(before, GradientSample([better, total])) == (True, "; `q` then keeps 2 of 8 bits")
+    nothing = GradientSample([lost._replace(largest=1e-36), total])  # no optimizer sees it
+    assert (before.bad(), nothing.bad()) == ([lost], [])
+
+
+def test_a_derivative_that_is_nan_is_no_overflow() -> None:
+    class Focal(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            chance = torch.sigmoid(self.net(batch) * 0 + 9)  # in half precision it rounds to 1
+            return ((1 - chance).pow(0.5) * self.net(batch)).float().mean()
+
+    locator = OverflowLocator(max_reports=1)
+    fit(Focal, fp16(), batches(1), callbacks=[locator])
+    assert re.search("(NaN|infinity) in the backward at loss scale .*, in fp16 only", str(locator.reports[0]))
 
 
 def test_state_in_an_attribute_is_blamed_for_its_nan() -> None:
