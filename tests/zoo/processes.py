@@ -29,7 +29,8 @@ class Facts(Waves):
         facts = {
             "environment": dict(os.environ),
             "folder": os.getcwd(),
-            "path": sys.path,
+            # without the folder that torch 2.9 makes for its own modules, with another name in each process
+            "path": [p for p in sys.path if not p.startswith(f"{tempfile.gettempdir()}/tmp")],
             "num_arguments": len(sys.argv),
             "threads": torch.get_num_threads(),
             "cores": sorted(os.sched_getaffinity(0)),
