@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from multi_rank.fabric_scenarios import QUICK, SCENARIOS
 from multi_rank.ranks import ONE_PER_BATCH, assert_agree
 from support import assert_same
@@ -29,6 +30,8 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_same_bits_as_the_trainer(name: str, request: pytest.FixtureRequest) -> None:
+    if torch.__version__ < "2.11" and name.startswith("fsdp") and ("norm" in name or "accumulation" in name):
+        pytest.skip("torch clips by another norm there: docs/guide/versions.md")
     ranks = request.getfixturevalue("quick" if name in QUICK else "slow")
     assert_agree(ranks[0][name]["fabric"], ranks[1][name]["fabric"])
     for rank in ranks:

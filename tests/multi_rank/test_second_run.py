@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.launch import launch_once, shared_folder
 
 SCRIPT = Path(__file__).parent / "second_run_scenarios.py"
@@ -44,6 +45,9 @@ PAIRS = {
     ],
 }
 QUICK = ["Tied-fsdp2-fp16-troubled", "Keeper-tp-fp16"]
+HARMLESS = ["returned `None`", "auto_wrap"]
+if torch.__version__ < "2.10":  # its garbage collection, pytorch#167564
+    HARMLESS.append("Deallocating Tensor that still has live PyObject references")
 ON_RANK_1 = "shard 1 of 2 in mesh dimension"
 FAULTS: dict[int, dict[str, tuple[int, str, str, list[str]]]] = {
     2: {
@@ -144,7 +148,7 @@ def test_training_ends_with_the_same_bits_and_healthy_runs_are_quiet(size: int, 
         assert rank["differs"] == []
         assert rank["compared_values"] > 200
         assert rank["reports"] == ranks[0]["reports"]
-        assert [said for said in rank["said"] if "returned `None`" not in said and "auto_wrap" not in said] == []
+        assert [said for said in rank["said"] if not any(words in said for words in HARMLESS)] == []
         assert rank["compared"]
         assert rank["gradients"]
         assert rank["metric"] == ""
