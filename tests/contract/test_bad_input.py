@@ -61,9 +61,9 @@ def test_the_other_package() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> None: ...
         def configure_optimizers(self) -> None: ...
 
-    trainer = other.Trainer(**(QUIET | {"callbacks": [ScaleMonitor()], "accelerator": "cpu"}))
-    with pytest.raises(TypeError, match=f"{write} ScaleMonitor"):
-        trainer.fit(Module(), batches())
+    old = L.__version__ < "2.6"  # it raises its own error before it calls the callback
+    with pytest.raises(ValueError if old else TypeError, match="a parent" if old else f"{write} ScaleMonitor"):
+        other.Trainer(**(QUIET | {"callbacks": [ScaleMonitor()], "accelerator": "cpu"})).fit(Module(), batches())
     with pytest.raises(TypeError, match=write):
         doctor(Module, L.LightningDataModule)
     with pytest.raises(ImportError, match="already uses `lightning_amp` with `lightning`"):
