@@ -206,5 +206,5 @@ def describe_both(row: ComparisonRow, names: Sequence[str], num_checked: int, nu
     where, fix = f"values that are not finite: {named(names)}", "these values"
     if not names:
         where = f"parameters, buffers and {num_checked} of {num_batches:,} batches were checked, and are finite"
-        fix = "the metric's own computation (`log` of 0, a correlation with a constant), or huge weights"
+        fix = "a quotient or `log` of 0, in the metric or the model, a correlation with a constant, or huge weights"
     return f"{text} (epoch {row.epoch})\n  {where}\n  fix: {fix}; no precision helps"

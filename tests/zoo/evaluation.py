@@ -236,7 +236,7 @@ class TimeInStep(Case):
 @case(
     "logarithm of 0",
     in_fp32_too=True,
-    names=("batches were checked, and are finite", "the metric's own computation (`log` of 0,"),
+    names=("batches were checked, and are finite", "a quotient or `log` of 0, in the metric or the model"),
 )
 class LogOfZero(Case):
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
