@@ -150,26 +150,3 @@ def test_states_are_plain_and_come_back(name: str, tmp_path: Path) -> None:
             assert situation.cause in ("", *(report.cause for report in one.reports))
             tried = [setting for report in one.reports for setting, _ in report.remedies]
             assert all(any(setting.startswith(start) for setting in tried) for start in situation.tries)
-
-
-@pytest.fixture
-def overflowed(tmp_path: Path) -> tuple[Path, OverflowLocator]:
-    """Return a checkpoint of a run that tried remedies, and the callback that reported them."""
-    fault, locator = FAULTS["an exponential in an InfoNCE loss"], OverflowLocator()
-    trainer = fit(lambda: fault.make(False), fault.plugin(), fault.loader(), callbacks=[locator])
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert locator.reports[0].remedies
-    return tmp_path / "last.ckpt", locator
-
-
-def resumed(path: Path) -> OverflowLocator:
-    fault, locator = FAULTS["an exponential in an InfoNCE loss"], OverflowLocator()
-    kwargs: dict[str, Any] = {"callbacks": [locator], "max_epochs": 2, "ckpt_path": path}
-    fit(lambda: fault.make(False), fault.plugin(), fault.loader(), **kwargs)
-    return locator
-
-
-@pytest.mark.usefixtures("weights_only")
-def test_a_run_resumes_after_a_report(overflowed: tuple[Path, OverflowLocator]) -> None:
-    path, before = overflowed
-    assert resumed(path).reports[: len(before.reports)] == before.reports

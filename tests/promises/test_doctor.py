@@ -15,7 +15,7 @@ from support.fp8 import emulated, needs_torchao
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, doctor
+from lightning_amp import AmpPrecision, doctor
 from lightning_amp.advice import _machine, _race, _watch
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but")
@@ -162,12 +162,6 @@ def test_a_step_that_overflows_is_a_finding(module: Any, precision: Any) -> None
     finding = found(module, precision=precision)["overflow"]
     assert finding.severity == "error"
     assert "OverflowLocator" in finding.action
-
-
-@pytest.mark.usefixtures("few_rounds")
-def test_a_loss_scale_that_settles_is_no_finding() -> None:
-    precision = {"precision": "fp16", "scaler": DynamicLossScaler(init_scale=2.0**24)}
-    assert "overflow" not in found(WithRows, precision=precision)
 
 
 # -- "auto" ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import torch
 from support import DEVICE, FEATURES, Toy, attributes, batches, evaluate, fit, quiet_trainer
 from support.promises import Plugins, promise
 from torch import Tensor, nn
-from torchmetrics import MeanSquaredError
 from torchmetrics.regression import R2Score
 
 from lightning_amp import AmpPrecision
@@ -176,26 +175,6 @@ def test_compiled_module() -> None:
     quiet_trainer(plugins=[AmpPrecision("bf16", fp32_modules=["head"])]).validate(compiled, batches(2), verbose=False)
     assert module.seen["validate"][0].dtype == torch.float32
     assert not isinstance(vars(module).get("validation_step"), MethodOverride)
-
-
-class Broken(Outputs):
-    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
-        super().validation_step(batch, batch_idx)
-        if batch_idx == 1:
-            raise KeyError("broken")
-
-
-@pytest.mark.parametrize("run", ["fit", "validate"])
-def test_nothing_stays_after_an_exception(run: str) -> None:
-    module = Broken()
-    module.mse = MeanSquaredError()
-    found, update = attributes(module), vars(module.mse)["update"]
-    trainer = quiet_trainer(plugins=[AmpPrecision("bf16", fp32_modules=["head"])])
-    with pytest.raises(KeyError, match="broken"):
-        getattr(trainer, run)(module, batches(2), **({"val_dataloaders": batches(2)} if run == "fit" else {}))
-    assert attributes(module) == found
-    assert vars(module.mse)["update"] is update
-    assert not torch.is_autocast_enabled(DEVICE)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

@@ -47,16 +47,6 @@ def run(step: Any, num_batches: int, **kwargs: Any) -> AmpPrecision:
 # -- 50: the settings of torch's own scaler, our policy ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every", [2, 4])
-def test_losses_that_are_nan_leave_the_scale_of_torchs_scaler_alone(every: int) -> None:
-    def step(module: Any, batch: Tensor, batch_idx: int) -> Tensor:
-        return module.net(batch).float().square().mean() * (torch.nan if batch_idx % every == 0 else 1.0)
-
-    plugin = run(step, 40, scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
-    assert plugin.scaler is not None
-    assert (plugin.scaler.get_scale(), plugin.num_skipped) == (64.0, 40 // every)
-
-
 def test_the_settings_of_torchs_scaler_are_taken() -> None:
     given = torch.amp.GradScaler("cpu", init_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
     scaler = AmpPrecision("fp16", scaler=given).scaler

@@ -1,4 +1,4 @@
-"""Row 35: derivatives inside the loss are right at every loss scale."""
+"""Rows 15 and 35: derivatives inside the loss are right at every loss scale."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from support import Toy, all_of_ours, assert_as_fp32, assert_same, batches, fit, scaled_fp32
+from support.promises import Plugins, promise
 from torch import Tensor
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
@@ -94,7 +95,8 @@ def test_a_derivative_that_overflows_lowers_its_own_scale(scale: float) -> None:
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_tiny_derivatives(scale: float) -> None:
+@promise(15, stock="assert")
+def test_tiny_derivatives(plugins: Plugins, scale: float) -> None:
     """The derivative is about 1e-9; the smallest number of float16 is 6e-8."""
 
     class Tiny(Penalty):
@@ -105,7 +107,8 @@ def test_tiny_derivatives(scale: float) -> None:
             self.gradients.append(gradient)
             return score.float().mean()
 
-    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler.static(scale))
+    ours = AmpPrecision("fp16", scaler=DynamicLossScaler.static(scale))
+    plugin = ours if plugins.ours else plugins.fp16(scale)
     module = fit(lambda: Tiny(lr=0.0), plugin, batches(16)).lightning_module
     reference = fit(lambda: Tiny(lr=0.0), None, batches(16)).lightning_module
     errors = [error(a, b) for a, b in zip(module.gradients, reference.gradients, strict=True)]

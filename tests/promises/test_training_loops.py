@@ -1,4 +1,4 @@
-"""Rows 6, 11 to 15, 18, 19, 21, 31: closures, odd parameters, stuck scales, compile, anomaly detection."""
+"""Rows 6, 11 to 14, 18, 19, 21, 31: closures, odd parameters, stuck scales, compile, anomaly detection."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from support import (
     scaled_fp32,
     weights,
 )
+from support.devices import Casts
 from support.promises import (
     DIFFERS,
     OPTIMIZERS,
@@ -246,44 +247,7 @@ def test_float64_by_default(plugin: Any, optimizer: Any) -> None:
     assert trainer.precision_plugin.num_skipped == 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# -- row 15: gradient penalties -------------------------------------------------------------------
-
-
-class Penalty(Toy):
-    """The gradient of the input is about 1e-9; float16's smallest number is 6e-8."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        inputs = batch.clone().requires_grad_()
-        outputs = self.net(inputs).float().mean() * 1e-7
-        plugin = self.trainer.precision_plugin
-        if isinstance(plugin, AmpPrecision):
-            (gradient,) = plugin.scaled_grad(outputs, inputs, create_graph=True)
-        else:
-            (gradient,) = torch.autograd.grad(outputs, inputs, create_graph=True)
-        self.gradient = gradient.detach().float()
-        return (gradient.float().norm() * 1e8 - 1) ** 2
-
-
-@promise(15, stock=DIFFERS)
-def test_gradient_penalty(plugins: Plugins) -> None:
-    trainer = fit(Penalty, plugins.fp16(), batches(1))
-    reference = fit(Penalty, None, batches(1))
-    ours, true = trainer.lightning_module.gradient, reference.lightning_module.gradient
-    torch.testing.assert_close(ours, true, rtol=0.05, atol=1e-11)
-
-
 # -- row 18: a reused weight ----------------------------------------------------------------------
-
-
-class CountCasts(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.bfloat16:
-            self.shapes.append(tuple(args[0].shape))
-        return func(*args, **(kwargs or {}))
 
 
 class TwentyTimes(Toy):
@@ -291,7 +255,7 @@ class TwentyTimes(Toy):
         super().__init__(plain_sgd, nn.Linear(FEATURES, FEATURES))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        with CountCasts() as casts:
+        with Casts() as casts:
             x = batch
             for _ in range(20):
                 x = self.net(x)

@@ -199,15 +199,6 @@ class TwoBackwards(Unscales):
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("precision", ["scaled", "fp32"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_another_backward_does_not_end_it(optimizer: str, precision: str) -> None:
-    plugin = plugin_for(precision)
-    fit(lambda: TwoBackwards(OPTIMIZERS[optimizer]), plugin)
-    assert (plugin.num_steps, plugin.num_skipped) == (7, 1)
-
-
-@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -42,6 +42,19 @@ class CountReads(TorchDispatchMode):
         return out
 
 
+class Casts(TorchDispatchMode):
+    """Notes the shape of each tensor that is cast to half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in (torch.bfloat16, torch.float16):
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
 def set_sync_mode(mode: Literal["default", "warn", "error"]) -> None:
     """Set the effect of a wait for the device, on a GPU or on a pretended device of any type."""
     if torch.cuda.is_available():

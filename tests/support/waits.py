@@ -68,9 +68,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "NAdam": torch.optim.NAdam,
     "Lamb": Lamb,
 }
-FUSED = ["SGD", "SGD with momentum", "Adam", "AdamW"]
-if torch.__version__ >= "2.9":  # before, it cannot skip on the device: docs/guide/versions.md
-    FUSED.append("Adagrad")
+FUSED = ["SGD", "SGD with momentum", "Adam", "AdamW", "Adagrad"]
 VARIANTS = [*((name, True) for name in FUSED), *((name, False) for name in OPTIMIZERS)]
 """Name of an optimizer, and whether it is fused."""
 

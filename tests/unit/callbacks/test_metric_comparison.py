@@ -429,18 +429,6 @@ def test_a_failed_comparison_does_not_end_a_run_that_monitors_it(tmp_path: Path)
     assert math.isnan(float(trainer.callback_metrics["amp/abs_diff/val_loss"]))
 
 
-@pytest.mark.usefixtures("weights_only")
-def test_resume_continues_the_table(tmp_path: Path) -> None:
-    first = MetricComparison(every_n_epochs=2)
-    trainer = fit(first, max_epochs=3)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    second = MetricComparison(every_n_epochs=2, tolerance=100.0)
-    resumed = make_trainer(second, max_epochs=6)
-    resumed.fit(Model(), data(), data(), ckpt_path=tmp_path / "last.ckpt")
-    assert list(second.table)[:6] == list(first.table)
-    assert [row.epoch for row in second.table if row.metric == "val_loss"] == [0, 1, 3, 5]
-
-
 # --- by module, and attached to anything ---
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_amp import AmpPrecision
 from lightning_amp.casting import Choice, _precision_choice, has_bf16_units
 
 CPU = torch.device("cpu")
@@ -54,9 +55,9 @@ def test_fp8_is_bf16_but_for_products_in_training() -> None:
 
 def test_fp8_evaluates_nothing() -> None:
     with pytest.raises(ValueError, match=r"`eval_precision='fp8'` is not supported.*evaluation runs in 'bf16'"):
-        _precision_choice.parse_precision("fp8", "eval_precision")
+        AmpPrecision(eval_precision="fp8")
     with pytest.raises(ValueError, match="must be one of 'auto', 'bf16', 'fp16', 'fp32', ") as caught:
-        _precision_choice.parse_precision("half", "eval_precision")
+        AmpPrecision(eval_precision="half")
     assert "fp8" not in str(caught.value)
 
 

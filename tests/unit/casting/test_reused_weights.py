@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 from support import DEVICE, assert_same
+from support.devices import Casts
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_amp.casting import ReusedWeights
@@ -54,19 +54,6 @@ class Sharing:
 def linear() -> tuple[Root, Tensor, Sharing]:
     root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
     return root, torch.randn(3, WIDTH, device=DEVICE), Sharing(root)
-
-
-class Casts(TorchDispatchMode):
-    """Counts casts to half precision, by the shape of what is cast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in (torch.bfloat16, torch.float16):
-            self.shapes.append(tuple(args[0].shape))
-        return func(*args, **(kwargs or {}))
 
 
 # -- as exact as a cast per use, bit for bit ---------------------------------------------------------------------------

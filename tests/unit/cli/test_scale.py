@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from support.scale_runs import scale_run
 
-from lightning_amp.cli import main
 from lightning_amp.reports import ScaleHistory
 
 FIRST, SECOND = "OO..L....O", "...." + "O" * 2 + "." * 994
@@ -26,34 +25,14 @@ def runs(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ScaleHistory().to_csv("runs/empty/scale_history.csv")
 
 
-@pytest.fixture
-def scale(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> list[str]:
-        status = main(["scale", *arguments])
-        out, err = capsys.readouterr()
-        assert (status, err) == (0, "")
-        return out.splitlines()
-
-    return run
-
-
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> str:
-        assert main(["scale", *arguments]) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.count("\n") == 1
-        return err.removeprefix("lightning-amp scale: ").rstrip("\n")
-
-    return run
-
-
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def test_several_side_by_side(scale: Any) -> None:
-    lines = scale("runs/first/scale_history.csv", "runs/second/", "runs/empty", "runs/first/scale_history.csv")
+def test_several_side_by_side(command: Any) -> None:
+    files = ["runs/first/scale_history.csv", "runs/second/", "runs/empty", "runs/first/scale_history.csv"]
+    status, out, err = command("scale", *files)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
     assert lines[0] == "`runs/first`: 4 of 10 steps skipped, 1 of them with a non-finite loss; scale 64 -> 16"
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert rows[0][:5] == ["run", "steps", "skipped", "skipped gradient", "skipped loss"]
@@ -67,8 +46,8 @@ def test_several_side_by_side(scale: Any) -> None:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def test_json(scale: Any) -> None:
-    scale("runs/first", "runs/empty", "--json", "out/x.json")
+def test_json(command: Any) -> None:
+    assert command("scale", "runs/first", "runs/empty", "--json", "out/x.json")[0] == 0
     data = json.loads(Path("out/x.json").read_text())
     first, empty = data["runs"]
     assert first == {
@@ -86,8 +65,8 @@ def test_json(scale: Any) -> None:
     assert (empty["steps"], empty["first_scale"], empty["highest_scale"]) == (0, None, None)
 
 
-def test_a_picture(scale: Any) -> None:
-    scale("runs/first", "runs/second", "--plot", "x.png")
+def test_a_picture(command: Any) -> None:
+    assert command("scale", "runs/first", "runs/second", "--plot", "x.png")[0] == 0
     assert Path("x.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -104,24 +83,23 @@ def test_a_picture(scale: Any) -> None:
         (["memory://none"], "`memory://none/scale_history.csv` cannot be read: FileNotFoundError: "),
         (["memory://none/x.csv"], "`memory://none/x.csv` cannot be read: FileNotFoundError: "),
         (["s4://x"], "`FILE` must be a path or a URL of fsspec, got 's4://x'."),
+        (["x.csv"], "`x.csv`, line 1, is not a row of a scale history (the header must be"),
         (["runs/first", "--json", "runs"], "--json must be a file, got 'runs'"),
         (["runs/first", "--plot", "x.nope"], "--plot x.nope cannot be written: Format 'nope' is not supported"),
     ],
 )  # fmt: skip
 @pytest.mark.few(4)
-def test_wrong_use_is_one_line(arguments: list[str], line: str, refused: Any) -> None:
-    assert refused(*arguments).startswith(line)
-
-
-def test_a_file_that_is_no_history(refused: Any) -> None:
+def test_wrong_use_is_one_line(arguments: list[str], line: str, command: Any) -> None:
     Path("x.csv").write_text("a,b\n1,2\n")
-    assert "`x.csv`, line 1, is not a row of a scale history (the header must be" in refused("x.csv")
+    status, out, err = command("scale", *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"lightning-amp scale: {line}")
 
 
 @pytest.mark.usefixtures("tests_are_ours")
-def test_what_is_our_own_error_is_not(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_our_own_error_is_not(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(path: str) -> ScaleHistory:
         raise ZeroDivisionError
 
     monkeypatch.setattr(ScaleHistory, "from_csv", fails)
-    assert main(["scale", "runs/first"]) == 70
+    assert command("scale", "runs/first")[0] == 70

@@ -6,8 +6,9 @@ import contextlib
 from typing import Any
 
 import pytest
+import torch
 import torch.optim.optimizer as torch_optimizers
-from support import Toy, attributes, batches, quiet_trainer
+from support import DEVICE, Toy, attributes, batches, quiet_trainer
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -49,11 +50,13 @@ def hooks_of_torch() -> list[dict[int, Any]]:
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_is_left_on_the_module(name: str, crashes: bool) -> None:
     module, plugin = Everything(crashes), AmpPrecision("fp16", fp32_modules=["net.2"], eval_precision="bf16")
-    before, hooks = attributes(module), hooks_of_torch()
+    before, hooks, update = attributes(module), hooks_of_torch(), vars(module.mean)["update"]
     trainer = quiet_trainer(plugins=[plugin])
     with pytest.raises(KeyError, match="crash") if crashes else contextlib.nullcontext():
         getattr(trainer, name)(module, *[batches(2)] * (2 if name == "fit" else 1))
     assert attributes(module) == before
     assert hooks_of_torch() == hooks
+    assert vars(module.mean)["update"] is update
+    assert not torch.is_autocast_enabled(DEVICE)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
     assert module.during[-1] != before  # while it ran there was something

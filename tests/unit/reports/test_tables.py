@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -210,18 +209,6 @@ def test_keeps_only_what_changed() -> None:
     assert history.summary() == (
         "2 of 100 steps skipped, 2 in the first 20, 1 of them with a non-finite loss; scale 1024 -> 512"
     )
-
-
-def test_many_steps_are_small() -> None:
-    """Only changes are kept, which takes a fifth of a byte per step."""
-    history = ScaleHistory()
-    for block in range(10):
-        first = block * 10_000
-        history.extend([StepRecord(first + i, 0, 1.0, 1.0, i % 1000 == 0, "gradient") for i in range(10_000)])
-    assert history.num_attempted == 100_000
-    assert history.num_skipped == 100
-    assert len(pickle.dumps(history)) < 20_000
-    assert len(pickle.dumps(history.state_dict())) < 20_000
 
 
 HEADER = b"index,optimizer_idx,scale,next_scale,skipped,reason,precision\n"
