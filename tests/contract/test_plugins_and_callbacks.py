@@ -70,20 +70,6 @@ def traces(module: L.LightningModule) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", PLUGINS)
 class TestPlugins:
-    @pytest.mark.parametrize("crash", [False, True])
-    def test_leaves_nothing_behind(self, name: str, crash: bool) -> None:
-        module = WithValidation()
-        fit(module, None, max_epochs=1)  # attributes that Lightning itself leaves
-        before = traces(module)
-        state = torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
-        if crash:
-            with pytest.raises(KeyError, match="crash"):
-                fit(module, PLUGINS[name](), callbacks=[Crash()])
-        else:
-            fit(module, PLUGINS[name]())
-        assert traces(module) == before
-        assert (torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")) == state
-
     def test_can_be_used_after_a_crash(self, name: str) -> None:
         plugin = PLUGINS[name]()
         expected = fit(Toy, PLUGINS[name]())

@@ -65,14 +65,6 @@ def test_each_kind_of_run_computes_in_it_and_says_why(run: str, machine: str, ca
     )
 
 
-def test_evaluation_alone_may_be_auto(on_machine: OnMachine) -> None:
-    for name in ("bf16-slow", "bf16-fast"):
-        on_machine(name)
-        module = Seen()
-        quiet_trainer(plugins=[AmpPrecision("fp16", eval_precision="auto")]).fit(module, batches(1), batches(1))
-        assert module.dtypes == {"fit": torch.float16, "validate": Choice.of(PICKED[name]).dtype}
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda plugin: pickle.loads(pickle.dumps(plugin))])
 def test_a_copy_picks_for_itself(copied: Callable[[Any], Any], on_machine: OnMachine) -> None:
     on_machine("bf16-slow")

@@ -59,4 +59,5 @@ def test_nothing_is_left_on_the_module(name: str, crashes: bool) -> None:
     assert vars(module.mean)["update"] is update
     assert not torch.is_autocast_enabled(DEVICE)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters())
     assert module.during[-1] != before  # while it ran there was something
