@@ -200,11 +200,9 @@ class GradientMonitor(Observer):
         self.table.add(sample.rows)
 
     def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
-        then = ": it is left out"
-        if not failure.out_of_memory:
-            self._runs = trainer.world_size > 1  # do not turn off: the other ranks wait for this rank's figures
-            then = ". Its batch is left out" if self._runs else ". It is off for the rest of this run"
-        self._warn_of_failure(trainer, failure.reason, f"{failure.text}{then}, training goes on")
+        self._runs = failure.out_of_memory or trainer.world_size > 1  # the other ranks wait for this rank's figures
+        then = "Its batch is left out" if self._runs else "It is off for the rest of this run"
+        self._warn_of_failure(trainer, failure.reason, f"{failure.text}. {then}, training goes on")
 
     def _judge(self, trainer: Trainer, sample: GradientSample, sampler: GradientSampler) -> None:
         """Try a setting against a new fault of the sample, and keep the words for the end of the fit."""

@@ -185,11 +185,11 @@ def lost_in_training(trainer: Trainer, sample: GradientSample, sampler: Gradient
         works, kept = _effect(sample, sampler.take(total.scale, rules=[row.name]))
         if works:
             return describe_tried([TriedRemedy(f"`fp32_modules=[{row.name!r}]`", True)]) + kept
-    return what and f"{what}\n  fix: `fp32_region()` around code outside of modules, or fp32 (not tried)"
+    return what and f"{what}\n  fix: `find_fp32_modules`, or `fp32_region()` around code outside of modules (not tried)"
 
 
 def _effect(before: GradientSample, after: GradientSample | None) -> tuple[bool, str]:
-    """Return whether a setting helps, and what it keeps.
+    """Return whether a setting helps, and then what it keeps.
 
     It helps if no gradient is lost, the lost ones have become better, and three bits of all are kept; in fp8 healthy
     ones keep fewer.
@@ -202,7 +202,7 @@ def _effect(before: GradientSample, after: GradientSample | None) -> tuple[bool,
     is_cured = after.forward_is_finite and not after.bad() and worst.sqnr_db >= LOST_DB and total.sqnr_db >= least
     shown = worst if before.rows[-1].sqnr_db >= least else total
     what = "the gradient" if shown is total else f"`{shown.name}`"
-    return is_cured, f"; {what} then keeps {bits_kept(shown.sqnr_db, shown.precision)}"
+    return is_cured, f"; {what} then keeps {bits_kept(shown.sqnr_db, shown.precision)}" * is_cured
 
 
 def settled_scale(trainer: Trainer, now: float) -> float:
@@ -218,7 +218,7 @@ def settled_scale(trainer: Trainer, now: float) -> float:
 def _scale_setting(trainer: Trainer, sample: GradientSample, scale: float) -> str:
     now = sample.rows[-1].scale
     if scale < 1:  # dividing the loss has the same effect, and keeps the loss scale away from its limits
-        return f"dividing the loss by {exact(max(now, settled_scale(trainer, now)) / scale)}"
+        return f"dividing the loss by {exact(max(now, settled_scale(trainer, now)) / scale)}, and the `eps` of Adam too"
     if scale < now and not sample.fp32_loss_is_finite:
         return f"`scaler={literal(scale)}`, because a loss that is not finite does not lower it"
     if settled_scale(trainer, now) <= scale < now:

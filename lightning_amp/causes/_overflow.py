@@ -335,7 +335,8 @@ class _Search:
         scale = (report.fitting_scale or 1.0) / 4
         setting = "scaler={}" if report.scale_is == "static" else "DynamicLossScaler(init_scale={})"
         now = self._blank.record.scale
-        divided = f"dividing the loss by {exact(max(now, settled_scale(self._trainer, now)) / scale)} or more"
+        size = exact(max(now, settled_scale(self._trainer, now)) / scale)
+        divided = f"dividing the loss by {size} or more, and the `eps` of Adam too"
         return setting.format(literal(scale)) if scale >= 1 else divided, {"scale": scale}
 
     def _try_all(self, report: Overflow, trials: list[Trial] | None, step: KeptBatch, reference: _Run) -> Overflow:

@@ -93,7 +93,7 @@ class LostPrecision(NamedTuple):
         elif self.output_sqnr_db < WRONG_DB:
             text = f"{named}: its output keeps {output} of fp32, and its inputs keep {inputs}"
         elif self.tried and not self.tried[0].works:
-            text = f"no module explains it: {named} loses most by itself, and its output keeps {output} of fp32"
+            text = f"no single module explains it: {named} loses most, and its output keeps {output} of fp32"
         else:
             text = f"of all modules {named} loses most, and its output still keeps {output} of fp32"
         return f"{text}\n  {describe_tried(self.tried)}" if self.tried else text

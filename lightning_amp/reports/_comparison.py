@@ -203,8 +203,9 @@ def describe_difference(row: ComparisonRow, exceeding: str, found: LostPrecision
 def describe_both(row: ComparisonRow, names: Sequence[str], num_checked: int, num_batches: int) -> str:
     """Describe a metric that is not finite in fp32 either; `num_checked` of its batches were searched for `names`."""
     text = f"`MetricComparison`: `{row.metric}` is {rounded(row.amp)} in AMP, and {rounded(row.fp32)} in fp32 too"
-    where, fix = f"values that are not finite: {named(names)}", "these values"
+    where = f"values that are not finite: {named(names)}"
     if not names:
         where = f"parameters, buffers and {num_checked} of {num_batches:,} batches were checked, and are finite"
-        fix = "a quotient or `log` of 0, in the metric or the model, a correlation with a constant, or huge weights"
+    fix = "these values; or, if the step leaves them out, " * bool(names)
+    fix += "a quotient or `log` of 0, in the metric or the model, a correlation with a constant, or huge weights"
     return f"{text} (epoch {row.epoch})\n  {where}\n  fix: {fix}; no precision helps"

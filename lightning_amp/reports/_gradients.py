@@ -161,8 +161,7 @@ def _what(sample: GradientSample, first: GradientRow) -> str:
     if first.rounds_to_zero:
         least = "at least " * (total.underflow_fraction < 0.99)  # in its backward, more values may round to zero
         return f"{least}{percent(total.underflow_fraction)} of the gradient rounds to zero"
-    kept = f"the gradient keeps {bits_kept(total.sqnr_db, total.precision)} of fp32"
-    return kept if total.sqnr_db < first.sqnr_db + 12 else f"{kept} as a whole, and parts of it keep too few"
+    return f"the gradient keeps {bits_kept(total.sqnr_db, total.precision)} of fp32 as a whole"
 
 
 def _share(row: GradientRow) -> str:
@@ -182,6 +181,8 @@ def _healthy(sample: GradientSample, scale: float | None, before: Sequence[Gradi
     if rows:
         least = min(rows, key=lambda row: row.sqnr_db)
         text += f", in `{least.name}` {bits_kept(least.sqnr_db, total.precision)}"
+    if total.sqnr_db < 18 and total.precision != "fp8":  # three bits
+        return f"{text}. `find_fp32_modules` searches for modules that need fp32."
     # a gradient in float32 may be too large for fp16
     if total.precision != "fp16" or round(total.headroom_bits, 1) < 0:
         return f"{text}."

@@ -8,7 +8,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -226,6 +226,7 @@ differences = st.builds(
 questions = st.tuples(differences, st.sampled_from(["min", "max"]), st.floats(0, 1e300) | st.just(0.1))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # another process may hold the machine
 @given(st.lists(questions, max_size=4), st.randoms(use_true_random=False))
 def test_whatever_comes_gets_one_verdict_in_any_order_and_direction(
     asked: list[tuple[Difference, Direction, float]], order: random.Random
