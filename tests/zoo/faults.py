@@ -272,7 +272,12 @@ def to_half(module: Any, batch: Tensor, cured: bool) -> Tensor:
     return ((z.float() - (target if cured else target.half()).float()) / 1e5).square().mean()
 
 
-@fault("a loss that is summed", "backward", says="dividing the loss by 2**30 or more, and the `eps` of Adam too", remedy="dividing the loss")
+@fault(
+    "a loss that is summed",
+    "backward",
+    says="dividing the loss by 2**30 or more, and the `eps` of Adam too",
+    remedy="dividing the loss",
+)
 def summed(module: Any, batch: Tensor, cured: bool) -> Tensor:
     loss = mse(module, batch) * 1e8
     return loss / 2**30 if cured else loss
