@@ -256,7 +256,7 @@ class Run:
             _messages.info(
                 "lightning_amp: an optimizer never stepped. The gradients of `manual_backward` are multiplied with the"
                 " loss scale until `optimizer.step()` or `lightning_amp.precision.unscale_`: call one of them before"
-                " you change weights by hand, and use no `GradScaler` of your own."
+                " you change weights by hand. Use no `GradScaler` of your own."
             )
 
     def detach(self) -> None:
