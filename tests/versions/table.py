@@ -10,7 +10,8 @@ HEAD = """\
 
 This page shows the results of the whole test suite (`make test-all`) with different versions. `make test-versions`
 makes an environment for each row, runs the suite in it, and writes this page. The first row has the lower
-bounds of `pyproject.toml`. The guide lists the [limits of older versions](../guide/versions.md).
+bounds of `pyproject.toml`. It counts all but the slow tests, which ran separately, and passed. The guide lists the
+[limits of older versions](../guide/versions.md).
 
 """
 
