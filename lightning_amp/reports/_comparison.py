@@ -196,7 +196,7 @@ def describe_difference(row: ComparisonRow, exceeding: str, found: LostPrecision
     if exceeding:
         costs = f"mixed precision differs by more than the tolerance in epoch {row.epoch}: {exceeding}"
         text = f"{text}; {costs}" if row.is_broken and f"`{row.metric}`" not in exceeding else costs
-    because = found or f"the first batches of the evaluation do not show why\n  {_NOT_TRIED}"
+    because = found or f"no module explains it in the first batches of the evaluation\n  {_NOT_TRIED}"
     return f"`MetricComparison`: {text}" + (f"\n  {because}" if searched else "")
 
 
