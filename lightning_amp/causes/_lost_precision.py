@@ -176,11 +176,11 @@ def lost_in_training(trainer: Trainer, sample: GradientSample, sampler: Gradient
         setting = f"`fp32_modules=[{found.module!r}]`"
         works, kept = _effect(sample, sampler.take(total.scale, rules=[found.module]))
         if not works and scale < total.scale:
-            setting += f" and {_scale_setting(trainer, sample, scale)}"
             works, kept = _effect(sample, sampler.take(scale, rules=[found.module]))
+            setting += f" and {_scale_setting(trainer, sample, scale)}" * works
         what, how = str(found._replace(tried=(TriedRemedy(setting, works),))).split("\n")
         if works or found.output_sqnr_db < WRONG_DB:
-            return f"{what}\n{how}{kept}"
+            return f"{what}\n{how}{kept or '; `find_fp32_modules` searches for several modules'}"
     if found is None or found.module != row.name:  # its own backward may lose the gradient
         works, kept = _effect(sample, sampler.take(total.scale, rules=[row.name]))
         if works:
@@ -191,16 +191,14 @@ def lost_in_training(trainer: Trainer, sample: GradientSample, sampler: Gradient
 def _effect(before: GradientSample, after: GradientSample | None) -> tuple[bool, str]:
     """Return whether a setting helps, and then what it keeps.
 
-    It helps if no gradient is lost, the lost ones have become better, and three bits of all are kept; in fp8 healthy
-    ones keep fewer.
+    It helps if no gradient is lost, the lost ones have become better, and three bits of all are kept.
     """
     if after is None or math.isnan(after.rows[-1].sqnr_db):
         return False, ""
     total, names = after.rows[-1], {row.name for row in before.bad()}
     worst = min((row for row in after.rows if row.name in names), key=lambda row: row.sqnr_db, default=total)
-    least = 0.0 if total.precision == "fp8" else 3 * _ONE_BIT_DB
-    is_cured = after.forward_is_finite and not after.bad() and worst.sqnr_db >= LOST_DB and total.sqnr_db >= least
-    shown = worst if before.rows[-1].sqnr_db >= least else total
+    is_cured = after.forward_is_finite and not after.bad() and worst.sqnr_db >= LOST_DB and total.keeps_three_bits
+    shown = worst if before.rows[-1].keeps_three_bits else total
     what = "the gradient" if shown is total else f"`{shown.name}`"
     return is_cured, f"; {what} then keeps {bits_kept(shown.sqnr_db, shown.precision)}" * is_cured
 

@@ -53,6 +53,11 @@ class GradientRow(NamedTuple):
         return self.precision in ("fp16", "") and self.underflow_fraction > 0.1
 
     @property
+    def keeps_three_bits(self) -> bool:
+        """Return whether at least three bits are right; in fp8, where healthy gradients keep fewer, whether any is."""
+        return self.sqnr_db >= (0 if self.precision == "fp8" else 18)
+
+    @property
     def is_too_short(self) -> bool:
         """Return whether the gradient is shorter than its direction explains, by the loss scale at most."""
         return self.cosine > 0.5 and 0.98 / self.scale < self.norm_ratio < 0.7 * self.cosine

@@ -181,7 +181,7 @@ def _healthy(sample: GradientSample, scale: float | None, before: Sequence[Gradi
     if rows:
         least = min(rows, key=lambda row: row.sqnr_db)
         text += f", in `{least.name}` {bits_kept(least.sqnr_db, total.precision)}"
-    if total.sqnr_db < 18 and total.precision != "fp8":  # three bits
+    if not total.keeps_three_bits:
         return f"{text}. `find_fp32_modules` searches for modules that need fp32."
     # a gradient in float32 may be too large for fp16
     if total.precision != "fp16" or round(total.headroom_bits, 1) < 0:

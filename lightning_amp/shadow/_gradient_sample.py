@@ -108,16 +108,14 @@ class GradientSampler:
         owners = {name: name.rpartition(".")[0] for name in reversed(row_of)}
         ran = dict.fromkeys(one.call.module for one in fp32_trace.gradients if not one.is_inner)
         order = dict.fromkeys(row_of[name] for owner in ran for name, its in owners.items() if its == owner)
-        sample = GradientSample([], [name or type(self._module).__name__ for name in order])
+        names = [name or type(self._module).__name__ for name in order]
         if not fp32:
-            return sample
+            return GradientSample([], names)
         amp, amp_trace, amp_loss, is_edited = self._run(outputs, scale, rules)
         # a loss that is not finite in fp32 either may have finite gradients
         finite, fp32_finite = (one is None or bool(torch.isfinite(one).all()) for one in (amp_loss, fp32_loss))
         may_clip = is_edited or not self._module.automatic_optimization
-        sample = sample._replace(
-            forward_is_finite=finite or not fp32_finite, fp32_loss_is_finite=fp32_finite, may_clip=may_clip
-        )
+        sample = GradientSample([], names, finite or not fp32_finite, fp32_finite, may_clip)
         rows = {row_of[name] for name in fp32}
         # of each operation the first gradient that is not cast: a loss that casts its inputs gets it in float32
         nodes = [one for one in amp_trace.gradients if one.arrived_in is one.dtype and not one.is_inner]

@@ -75,7 +75,7 @@ def host_waits(step: Step, machine: Machine, decision: Decision) -> Finding | No
     on_cpu = machine.device_type == "cpu"
     text = f"The host reads a value from the device {counted(count, 'time')} in a step: {own[0].operation} in"
     text += f" {own[0].where}" + (f", and in {counted(len(own) - 1, 'other place')}" if len(own) > 1 else "")
-    text += ". On a CPU that is free; on a GPU each read waits for everything that was queued." if on_cpu else "."
+    text += ". A value on a CPU is free to read; on a GPU each read waits for all that was queued." if on_cpu else "."
     action = "Keep it on the device (`.detach()` instead of `.item()`), and log with `self.log`, which rarely waits."
     severity: Severity = "note" if on_cpu or count < 2 else "warning"
     return Finding(severity, "host-waits", text, action, 0.0 if on_cpu else min(0.3, 0.02 * count))
