@@ -77,7 +77,8 @@ def test_an_overflow_of_the_forward_is_named_and_not_the_head(caplog: pytest.Log
     assert "the forward is infinite or NaN, and in fp32 it is not" in text
     assert "`net.2` (Loud): its output is not finite in fp16, although its inputs are" in text
     assert "net.4" not in text
-    text = words(caplog, lambda: Ill(nn.Sequential(Loud(), nn.LayerNorm(16), nn.Linear(16, 16), Loud())), AmpPrecision("fp16"))
+    several = nn.Sequential(Loud(), nn.LayerNorm(16), nn.Linear(16, 16), Loud())
+    text = words(caplog, lambda: Ill(several), AmpPrecision("fp16"))
     assert "tried, does not help: `fp32_modules=['net.2.0']`; `find_fp32_modules` searches" in text
 
 
